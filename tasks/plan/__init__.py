@@ -1,0 +1,1 @@
+"""What the store lacks, in chunks."""

@@ -1,0 +1,1 @@
+"""The Zarr store: staging, commit, manifest, reading."""

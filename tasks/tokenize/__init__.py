@@ -1,0 +1,1 @@
+"""Conversations become samples: token ids, loss mask and key."""

@@ -1,0 +1,1 @@
+"""Receipts of all ranks become verdicts."""

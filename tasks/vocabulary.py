@@ -1,0 +1,150 @@
+"""What the rooms hand to each other.
+
+Letters in names and shapes: L captured depths, T tokens of one sample, H hidden size, V vocabulary.
+
+* sample: one tokenized conversation, identified by its key.
+* key: content hash over the token ids and everything that decides the states' values and shape.
+* chunk: the samples that one task run extracts, verifies and commits.
+* depth: k of r_k, the residual stream after k decoder layers.
+* receipt: what one rank of the engine says of one sample it captured; small, no tensors.
+* verdict: what the verification says of one sample, from the receipts of all ranks.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import TypeAdapter
+
+from tasks.layers import Convention
+
+CAPTURE_SCHEMA = 1  # raise it when the capture changes what a stored value means; old samples are then not reused
+
+DType = Literal["bfloat16", "float32"]
+
+#: path of a data object relative to its sample's directory -> (bytes, crc32c of the bytes)
+Objects = Mapping[str, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Everything that decides the values and the shape of a store's states; one store holds one identity."""
+
+    model: str
+    """Fingerprint of the checkpoint (see :func:`tasks.model.fingerprint`)."""
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    depths: tuple[int, ...]
+    """Captured depths, ascending."""
+    convention: Convention
+    """How the user counted the layers; no part of the key, since depths say the same."""
+    layer_ids: tuple[int, ...]
+    """The user's ids in that convention, in the order of ``depths``; no part of the key."""
+    dtype: DType
+    """Element type of the states as the engine computes and the store keeps them."""
+    numerics: Mapping[str, Any] = field(default_factory=dict)
+    """Engine arguments that change values (quantization, overrides of the model's config, ...), where set."""
+    schema: int = CAPTURE_SCHEMA
+
+    @property
+    def digest(self) -> str:
+        """sha256 (hex) over all that decides values and shape."""
+        decisive = asdict(self)
+        del decisive["convention"], decisive["layer_ids"]
+        return hashlib.sha256(json.dumps(decisive, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    def key(self, input_ids: npt.ArrayLike) -> str:
+        """Key of the sample with these token ids: sha256 (64 hex digits) over the identity and the ids."""
+        ids = np.ascontiguousarray(input_ids, dtype="<i4")
+        return hashlib.sha256(bytes.fromhex(self.digest) + ids.tobytes()).hexdigest()
+
+    def shape(self, num_tokens: int) -> tuple[int, int, int]:
+        """Shape [L, T, H] that the states of a sample with ``num_tokens`` tokens must have."""
+        return len(self.depths), num_tokens, self.hidden_size
+
+
+def digest_ids(input_ids: npt.ArrayLike) -> str:
+    """sha256 (hex) over token ids as little-endian int32, as planned, computed and stored ids are compared."""
+    return hashlib.sha256(np.ascontiguousarray(input_ids, dtype="<i4").tobytes()).hexdigest()
+
+
+@dataclass(frozen=True)
+class PlannedSample:
+    """A distinct sample of the input: its key, and the rows of the sample table that hold it."""
+
+    key: str
+    num_tokens: int
+    rows: tuple[int, ...]
+    """Rows of the :class:`tasks.samples.SampleTable` with these token ids; more than one for duplicates."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Samples that one task run extracts, verifies and commits."""
+
+    name: str
+    """Stable across reruns of the same input, e.g. ``chunk-0007-3fa1c2``."""
+    samples: tuple[PlannedSample, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(s.num_tokens for s in self.samples)
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What one rank says of one sample it captured. Small enough for the engine's message queue."""
+
+    key: str
+    rank: int
+    world_size: int
+    shape: tuple[int, ...]
+    """Shape of the states this rank holds: [L, T, H] for a replicated residual stream."""
+    dtype: str
+    ids_digest: str
+    """:func:`digest_ids` over the token ids that were in the model's input buffer for the captured rows."""
+    digests: tuple[str, ...]
+    """Per depth, a position-sensitive digest over the states' bits (hex)."""
+    rms: tuple[float, ...]
+    """Per depth, the root mean square over all elements."""
+    nonfinite: tuple[int, ...]
+    """Per depth, how many elements are NaN or infinite."""
+    zero_rows: tuple[int, ...]
+    """Per depth, how many rows are all zero."""
+    objects: Objects | None = None
+    """The staged data objects, where this rank staged the sample; None on the other ranks."""
+    next_token: int | None = None
+    """The token that the engine sampled greedily after the sample."""
+    error: str | None = None
+    """What went wrong on this rank (incomplete rows, a failed write); the other fields may then be empty."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Receipt":
+        """Rebuild a receipt from what arrived through a message queue, where tuples became lists.
+
+        Raises:
+            pydantic.ValidationError: a field is missing or of another type.
+        """
+        return TypeAdapter(cls).validate_python(dict(values))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the verification says of one sample."""
+
+    key: str
+    accepted: bool
+    reason: str | None = None
+    """Short name of the first check that failed, e.g. ``shape``; None when accepted."""
+    detail: str = ""
+    """One sentence with the figures."""
+    receipts: Sequence[Receipt] = ()
+    """All ranks' receipts, as evidence."""
