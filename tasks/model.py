@@ -8,12 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
+from safetensors import safe_open
 
 #: A weight file up to this size is hashed whole; a larger one by its header and evenly spaced blocks.
 WHOLE_FILE_BYTES = 64 << 20
 BLOCK_BYTES = 64 << 10
 BLOCKS_PER_FILE = 256
+
+FINAL_NORM_NAMES = ("model.norm.weight", "language_model.model.norm.weight")
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -164,3 +169,18 @@ def _digest_file(path: Path) -> str:
             file.seek((size - BLOCK_BYTES) * block // (BLOCKS_PER_FILE - 1))
             digest.update(file.read(BLOCK_BYTES))
         return digest.hexdigest()
+
+
+def final_norm(checkpoint: Checkpoint) -> tuple[npt.NDArray[np.float32], float]:
+    """Weight [H] and epsilon of the RMS norm between r_L and the language model's head.
+
+    Raises:
+        ModelError: the checkpoint has no such tensor in its safetensors files.
+    """
+    text = checkpoint.config.get("text_config", checkpoint.config)
+    for path in sorted(checkpoint.path.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)
+                if name in FINAL_NORM_NAMES:
+                    return tensors.get_tensor(name).float().numpy(), float(text["rms_norm_eps"])
+    raise ModelError(f"{checkpoint.path} has none of the tensors {FINAL_NORM_NAMES} in *.safetensors")

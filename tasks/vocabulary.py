@@ -90,10 +90,9 @@ class Chunk:
     name: str
     """Stable across reruns of the same input, e.g. ``chunk-0007-3fa1c2``."""
     samples: tuple[PlannedSample, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(s.num_tokens for s in self.samples)
+    """The longest first."""
+    missing: tuple[PlannedSample, ...] = ()
+    """Those that the store lacks."""
 
 
 @dataclass(frozen=True)

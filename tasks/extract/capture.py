@@ -77,8 +77,17 @@ class CaptureMixin:
                 self._transfer.send(step)
         return output
 
-    def layertap_open(self, stage: str, writer_threads: int, staging_bytes: int, ring_slots: int) -> dict[str, Any]:
-        """Make ready to capture; ``stage`` names the function that stages a sample (``package.module:function``).
+    def layertap_open(
+        self, stage: str, stage_spec: dict[str, Any], writer_threads: int, staging_bytes: int, ring_slots: int
+    ) -> dict[str, Any]:
+        """Make ready to capture.
+
+        Args:
+            stage: the function that stages a sample, as ``package.module:function``.
+            stage_spec: what it needs to know of the store.
+            writer_threads: threads that encode and write.
+            staging_bytes: bound on the host memory of captured samples.
+            ring_slots: pinned buffers between GPU and host.
 
         Returns:
             What this rank is, for the engine to check and the store to record.
@@ -92,6 +101,7 @@ class CaptureMixin:
             world_size=self._world_size,
             dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
             stage=pkgutil.resolve_name(stage),
+            stage_spec=stage_spec,
             threads=writer_threads,
             limit_bytes=staging_bytes,
         )

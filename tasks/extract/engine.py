@@ -46,6 +46,8 @@ class EngineSpec:
     engine: Engine
     stage: str
     """The function that stages a sample, as ``package.module:function`` (see :data:`tasks.extract.writer.Stage`)."""
+    stage_spec: Mapping[str, Any]
+    """What that function needs to know of the store; plain values."""
 
 
 @dataclass(eq=False)
@@ -201,7 +203,13 @@ class CaptureEngine:
             raise StartupError(f"vLLM {vllm_version()} refused the engine's arguments: {error}") from error
         self.ranks = vllm_engine.collective_rpc(
             "layertap_open",
-            args=(self.spec.stage, engine.writer_threads, int(engine.staging_gib * 2**30), engine.ring_slots),
+            args=(
+                spec.stage,
+                dict(spec.stage_spec),
+                engine.writer_threads,
+                int(engine.staging_gib * 2**30),
+                engine.ring_slots,
+            ),
         )
         return vllm_engine
 
@@ -224,7 +232,8 @@ class CaptureEngine:
             expected = (rank, spec.engine.tensor_parallel_size, spec.checkpoint.hidden_size, spec.dtype)
             if found != expected:
                 raise CaptureBroken(f"rank {rank} is {found}, expected {expected} (rank, TP size, hidden size, dtype)")
-        samples = {f"probe{n}": np.arange(1, n + 1, dtype=np.int32) % spec.checkpoint.vocab_size for n in (2, 3)}
+        vocab_size = spec.checkpoint.vocab_size
+        samples = {f"{n:064x}": np.arange(1, n + 1, dtype=np.int32) % vocab_size for n in (2, 3)}
         with tempfile.TemporaryDirectory(prefix="layertap-probe-") as directory:
             job = Job(Path(directory), samples)
             self._serve(vllm_engine, [job], until_done=True)

@@ -19,8 +19,11 @@ from tasks import digest
 from tasks.extract.assemble import Sample
 from tasks.vocabulary import DType, Receipt, digest_ids
 
-#: Stage one sample: (directory, key, states [L, T, H] as uint16 bits or float32, ids [T]) -> {path: (bytes, crc32c)}
-Stage = Callable[[Path, str, npt.NDArray[Any], npt.NDArray[np.int32]], Mapping[str, tuple[int, int]]]
+#: Stage one sample: (directory, key, what the stage needs to know of the store, states [L, T, H] as uint16 bits or
+#: float32, ids [T]) -> {path: (bytes, crc32c)}
+Stage = Callable[
+    [Path, str, Mapping[str, Any], npt.NDArray[Any], npt.NDArray[np.int32]], Mapping[str, tuple[int, int]]
+]
 
 
 class ByteBudget:
@@ -60,10 +63,18 @@ class Writer:
     """Encodes and stages samples in threads, and keeps their receipts until they are collected."""
 
     def __init__(
-        self, *, rank: int, world_size: int, dtype: DType, stage: Stage, threads: int, limit_bytes: int
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        dtype: DType,
+        stage: Stage,
+        stage_spec: Mapping[str, Any],
+        threads: int,
+        limit_bytes: int,
     ) -> None:
         self._rank, self._world_size, self._dtype = rank, world_size, dtype
-        self._stage = stage
+        self._stage, self._stage_spec = stage, stage_spec
         self.budget = ByteBudget(limit_bytes)
         self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="layertap-writer")
         self._receipts: dict[str, Future[Receipt]] = {}
@@ -107,7 +118,9 @@ class Writer:
                 for depth in range(states_LTH.shape[0])
             ]
             bits = states_LTH.view(torch.uint16) if states_LTH.dtype == torch.bfloat16 else states_LTH
-            objects = self._stage(sample.directory, sample.key, bits.numpy(), sample.input_ids_T)
+            objects = self._stage(
+                sample.directory, sample.key, self._stage_spec, bits.numpy(), sample.input_ids_T
+            )
             return self._receipt(sample, objects=objects, arrived=arrived)
         except Exception as error:  # any fault of one sample is that sample's verdict, not the engine's end
             return self._receipt(sample, error=f"{type(error).__name__}: {error}")
