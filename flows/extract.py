@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from prefect import flow, runtime
+from prefect.client.schemas.objects import State
 from prefect.futures import PrefectFuture, wait
-from prefect.states import Completed, Failed, State
+from prefect.states import Completed, Failed
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.config import Extraction
@@ -26,7 +27,10 @@ from tasks.vocabulary import Chunk
 CHUNKS_UNDER_WAY = 3
 
 
-@flow(name="extract", task_runner=ThreadPoolTaskRunner(max_workers=3 * CHUNKS_UNDER_WAY), persist_result=False)
+RUNNER: Any = ThreadPoolTaskRunner(max_workers=3 * CHUNKS_UNDER_WAY)
+
+
+@flow(name="extract", task_runner=RUNNER, persist_result=False)
 def extract(
     extraction: Extraction,
     dataset: str | None = None,
@@ -60,20 +64,23 @@ def extract(
         table, summary.input = tokenize_data(wanted.data, checkpoint, identity, wanted.engine, Path(scratch))
         chunks = plan_chunks(table, target, wanted.chunk_tokens)
         summary.reused = record_reused(chunks, table, target)
-        with Progress(chunks) as progress, LazyEngine(engine_spec(checkpoint, identity, wanted.engine, target)) as engine:
+        with (
+            Progress(chunks) as progress,
+            LazyEngine(engine_spec(checkpoint, identity, wanted.engine, target)) as engine,
+        ):
             steps: list[tuple[Chunk, list[PrefectFuture[Any]]]] = []
             for chunk in chunks:
-                receipts = extract_chunk.submit(chunk, table, target, engine, progress)
+                receipts: PrefectFuture[Any] = extract_chunk.submit(chunk, table, target, engine, progress)
                 steps.append((chunk, [receipts]))
                 if chunk.missing:
-                    verdicts = verify_chunk.submit(chunk, receipts, table, identity, wanted.engine, wanted.audit)
+                    verdicts: Any = verify_chunk.submit(chunk, receipts, table, identity, wanted.engine, wanted.audit)
                     commit = commit_chunk.submit(chunk, verdicts, table, target)
                     steps[-1][1].extend((verdicts, commit))
             wait([futures[-1] for _, futures in steps])
         for chunk, futures in steps:
             failed = next((f.state for f in futures if not f.state.is_completed()), None)
             if failed is not None:
-                summary.failed_chunks[chunk.name] = failed.message or failed.name
+                summary.failed_chunks[chunk.name] = str(failed.message or failed.name)
             elif chunk.missing:
                 summary.add(futures[-1].result())
         summary.finish(progress, engine.started is not None)

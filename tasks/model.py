@@ -89,7 +89,9 @@ def resolve(model: Model) -> Checkpoint:
 def _fetch(model: Model) -> Path:
     from huggingface_hub import snapshot_download  # slow to import, and needed only for the hub
 
-    patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", *(["*.py"] if model.trust_remote_code else [])]
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+    if model.trust_remote_code:
+        patterns.append("*.py")
     try:
         return Path(snapshot_download(model.path, revision=model.revision, allow_patterns=patterns))
     except Exception as error:

@@ -94,6 +94,10 @@ class Chunk:
     missing: tuple[PlannedSample, ...] = ()
     """Those that the store lacks."""
 
+    @property
+    def num_tokens(self) -> int:
+        return sum(sample.num_tokens for sample in self.samples)
+
 
 @dataclass(frozen=True)
 class Receipt:

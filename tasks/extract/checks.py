@@ -1,6 +1,7 @@
 """What is checked before the engine starts, since starting it can take tens of minutes."""
 
 from importlib import metadata
+from typing import Any
 
 from tasks.extract.config import Engine
 from tasks.layers import Layers
@@ -20,7 +21,7 @@ SUPPORTED_ARCHITECTURES = (
 DEEPSEEK = ("DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration")
 
 #: vLLM arguments that would break the capture, with the values that do no harm, and why others do.
-REFUSED = {
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "additional_config": ((None, {}), "the capture passes its own settings there"),
     "data_parallel_size": ((1,), "each replica would see a part of the samples; run one extraction per replica"),
     "enable_chunked_prefill": ((None, True), "the engine then cannot split prompts longer than one step"),
@@ -52,8 +53,8 @@ def check(checkpoint: Checkpoint, layers: Layers, dtype: DType, engine: Engine) 
     check_vllm(vllm_version())
     if checkpoint.architecture not in SUPPORTED_ARCHITECTURES:
         raise StartupError(
-            f"the architecture {checkpoint.architecture} of {checkpoint.path} was not checked: what vLLM returns as its "
-            f"auxiliary states may not be the residual stream. Supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
+            f"the architecture {checkpoint.architecture} of {checkpoint.path} was not checked: what vLLM returns as "
+            f"its auxiliary states may not be the residual stream. Supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
     try:
         layers.check(checkpoint.num_layers)

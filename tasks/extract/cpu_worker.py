@@ -5,5 +5,5 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from tasks.extract.capture import CaptureMixin
 
 
-class CpuCaptureWorker(CaptureMixin, CPUWorker):
+class CpuCaptureWorker(CaptureMixin, CPUWorker):  # type: ignore[misc]
     pass

@@ -5,5 +5,5 @@ from vllm.v1.worker.gpu_worker import Worker
 from tasks.extract.capture import CaptureMixin
 
 
-class GpuCaptureWorker(CaptureMixin, Worker):
+class GpuCaptureWorker(CaptureMixin, Worker):  # type: ignore[misc]
     pass

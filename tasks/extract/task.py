@@ -2,10 +2,11 @@
 
 import threading
 from types import TracebackType
+from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
-from prefect.states import Completed, State
+from prefect.states import Completed
 
 from tasks.extract.config import Engine
 from tasks.extract.engine import CaptureEngine, EngineSpec, Job
@@ -13,7 +14,7 @@ from tasks.model import Checkpoint
 from tasks.report.progress import Progress
 from tasks.samples import SampleTable
 from tasks.store.store import Store
-from tasks.vocabulary import Chunk, Identity, Receipt
+from tasks.vocabulary import Chunk, Identity
 
 STAGE = "tasks.store.stage:stage_states"  # by name, since it runs in the engine's worker processes
 
@@ -54,13 +55,11 @@ def engine_spec(checkpoint: Checkpoint, identity: Identity, engine: Engine, stor
 
 
 @task(name="extract", task_run_name="extract {chunk.name}", cache_policy=NO_CACHE, persist_result=False)
-def extract_chunk(
-    chunk: Chunk, table: SampleTable, store: Store, engine: LazyEngine, progress: Progress
-) -> State[dict[str, list[Receipt]]]:
+def extract_chunk(chunk: Chunk, table: SampleTable, store: Store, engine: LazyEngine, progress: Progress) -> Any:
     """Capture and stage the chunk's missing samples.
 
     Returns:
-        A state with the receipts of all ranks by key; named Cached when nothing was missing.
+        A state with the receipts of all ranks by key (list[Receipt]); named Cached when nothing was missing.
     """
     reused = len(chunk.samples) - len(chunk.missing)
     if not chunk.missing:

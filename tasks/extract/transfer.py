@@ -83,7 +83,7 @@ class PinnedRing:
         self.waited = 0.0
         self._deliver = deliver
         self._num_depths, self._hidden_size = num_depths, hidden_size
-        self._stream = torch.cuda.Stream(device=device)
+        self._stream = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
         self._free: queue.SimpleQueue[torch.Tensor | None] = queue.SimpleQueue()
         for _ in range(slots):
             elements = num_depths * max_rows * hidden_size if keep_states else 0
@@ -108,7 +108,7 @@ class PinnedRing:
             if block_LNH is not None and pinned is not None:
                 pinned[: block_LNH.numel()].view_as(block_LNH).copy_(block_LNH, non_blocking=True)
                 block_LNH.record_stream(self._stream)
-            arrived = torch.cuda.Event()
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record(self._stream)
         with self._lock:
             self._unfinished += 1

@@ -21,9 +21,7 @@ from tasks.vocabulary import DType, Receipt, digest_ids
 
 #: Stage one sample: (directory, key, what the stage needs to know of the store, states [L, T, H] as uint16 bits or
 #: float32, ids [T]) -> {path: (bytes, crc32c)}
-Stage = Callable[
-    [Path, str, Mapping[str, Any], npt.NDArray[Any], npt.NDArray[np.int32]], Mapping[str, tuple[int, int]]
-]
+Stage = Callable[[Path, str, Mapping[str, Any], npt.NDArray[Any], npt.NDArray[np.int32]], Mapping[str, tuple[int, int]]]
 
 
 class ByteBudget:
@@ -118,9 +116,7 @@ class Writer:
                 for depth in range(states_LTH.shape[0])
             ]
             bits = states_LTH.view(torch.uint16) if states_LTH.dtype == torch.bfloat16 else states_LTH
-            objects = self._stage(
-                sample.directory, sample.key, self._stage_spec, bits.numpy(), sample.input_ids_T
-            )
+            objects = self._stage(sample.directory, sample.key, self._stage_spec, bits.numpy(), sample.input_ids_T)
             return self._receipt(sample, objects=objects, arrived=arrived)
         except Exception as error:  # any fault of one sample is that sample's verdict, not the engine's end
             return self._receipt(sample, error=f"{type(error).__name__}: {error}")
