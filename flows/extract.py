@@ -61,7 +61,7 @@ def extract(
         tempfile.TemporaryDirectory(prefix="layertap-") as scratch,
         open_store(wanted.store, identity, checkpoint, run) as target,
     ):
-        table, summary.input = tokenize_data(wanted.data, checkpoint, identity, wanted.engine, Path(scratch))
+        table, summary.input = tokenize_data(wanted.data, checkpoint, identity, wanted.engine.max_model_len, Path(scratch))
         chunks = plan_chunks(table, target, wanted.chunk_tokens)
         summary.reused = record_reused(chunks, table, target)
         with (

@@ -70,4 +70,10 @@ def read_step(model_runner: Any, depths: int) -> Step | None:
         for i, request_id in enumerate(request_ids)
     )
     rows = spans[-1].rows.stop if spans else 0
+    short = {int(s.shape[0]) for s in states if s.shape[0] < rows}
+    if short:
+        raise SeamError(
+            f"the model returned {sorted(short)[0]} rows where the step has {rows}: the states are split over ranks by "
+            "token (sequence parallelism); turn expert parallelism or data parallelism off"
+        )
     return Step(spans, tuple(s[:rows] for s in states), input_ids[:rows])
