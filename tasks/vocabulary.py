@@ -90,10 +90,13 @@ class Chunk:
     name: str
     """Stable across reruns of the same input, e.g. ``chunk-0007-3fa1c2``."""
     samples: tuple[PlannedSample, ...]
+    """The longest first."""
+    missing: tuple[PlannedSample, ...] = ()
+    """Those that the store lacks."""
 
     @property
     def num_tokens(self) -> int:
-        return sum(s.num_tokens for s in self.samples)
+        return sum(sample.num_tokens for sample in self.samples)
 
 
 @dataclass(frozen=True)
@@ -109,13 +112,15 @@ class Receipt:
     ids_digest: str
     """:func:`digest_ids` over the token ids that were in the model's input buffer for the captured rows."""
     digests: tuple[str, ...]
-    """Per depth, a position-sensitive digest over the states' bits (hex)."""
+    """Per depth, a position-sensitive digest of the states as the device computed them (see tasks.digest)."""
     rms: tuple[float, ...]
     """Per depth, the root mean square over all elements."""
     nonfinite: tuple[int, ...]
     """Per depth, how many elements are NaN or infinite."""
     zero_rows: tuple[int, ...]
     """Per depth, how many rows are all zero."""
+    staged_digests: tuple[str, ...] | None = None
+    """The same digests over the states as they arrived at the writer, where this rank staged the sample."""
     objects: Objects | None = None
     """The staged data objects, where this rank staged the sample; None on the other ranks."""
     next_token: int | None = None

@@ -1,0 +1,73 @@
+"""The command line: what a person types becomes a flow run or a look into a store."""
+
+import os
+import sys
+from typing import Annotated, Any
+
+# Before Prefect is imported: a server started for one run may need long on a busy machine, and reports home to nobody.
+os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "180")
+os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
+os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+console = Console()
+
+
+@app.callback()
+def main() -> None:
+    """Capture hidden states of large language models inside vLLM, prove them right, and store them as Zarr."""
+
+
+@app.command()
+def extract(
+    preset: Annotated[str, typer.Argument(help="A preset's name, or a YAML file like those in infra/presets.")],
+    dataset: Annotated[str | None, typer.Option(help="Another data file than the preset's.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Read no more than this many rows of the data.")] = None,
+    store: Annotated[str | None, typer.Option(help="Another store than the preset's.")] = None,
+    chunk_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of one chunk.")] = None,
+) -> None:
+    """Extract the hidden states that the store lacks. Ends with 0 only if everything asked for is in the store."""
+    from flows.config import ConfigError, Extraction
+
+    try:
+        extraction = Extraction.load(preset)
+    except ConfigError as error:
+        raise _stop(error) from None
+    from flows.extract import extract as flow  # Prefect takes seconds to import; a bad preset need not wait for it
+
+    state = flow(extraction, dataset, limit, store, chunk_tokens, return_state=True)
+    outcome: Any = state.result(raise_on_failure=False)
+    if isinstance(outcome, BaseException):
+        raise _stop(outcome)
+    console.print(outcome.table())
+    if not state.is_completed():
+        raise typer.Exit(1)
+
+
+@app.command()
+def show(
+    store: Annotated[str, typer.Argument(help="Directory or URL of the store.")],
+    limit: Annotated[int, typer.Option(min=1, help="List no more than this many samples.")] = 50,
+) -> None:
+    """List the samples of a store."""
+    from tasks.report.listing import show_samples
+    from tasks.store import open as open_store
+    from tasks.store.errors import StoreError
+
+    try:
+        reader = open_store(store)
+        show_samples(reader.listing(), len(reader), limit, console)
+    except StoreError as error:
+        raise _stop(error) from None
+
+
+def _stop(error: BaseException) -> typer.Exit:
+    Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+    return typer.Exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(app())

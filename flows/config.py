@@ -1,0 +1,101 @@
+"""The configuration of an extraction: the flow's parameters, and what a preset file holds."""
+
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from tasks.extract.config import Engine
+from tasks.layers import Layers
+from tasks.model import Checkpoint, Model
+from tasks.tokenize.config import Data
+from tasks.verify.config import Audit
+from tasks.vocabulary import DType, Identity
+
+PRESETS = Path(__file__).resolve().parent.parent / "infra" / "presets"
+
+
+class ConfigError(ValueError):
+    """A preset cannot be found or read, or holds something it must not; the message says what to change."""
+
+
+class Extraction(BaseModel):
+    """One extraction: which states of which model over which data, and where they go."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: Model
+    layers: Layers
+    dtype: DType = Field(
+        default="bfloat16",
+        description="Element type that the model computes in and the store keeps. float16 is not offered: DeepSeek "
+        "models rescale the residual stream under it.",
+    )
+    data: Data
+    chunk_tokens: Annotated[int, Field(ge=1)] = Field(
+        default=65_536, description="Tokens of one chunk: what one task run extracts, verifies and commits."
+    )
+    store: Annotated[str, Field(min_length=1)] = Field(description="Directory or URL of the store.")
+    engine: Engine = Engine()
+    audit: Audit = Audit()
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _no_half(cls, value: Any) -> Any:
+        if value in ("float16", "fp16", "half"):
+            raise ValueError(
+                "float16 is refused: DeepSeek models rescale the residual stream under it, and massive activations "
+                "overflow; use bfloat16 or float32"
+            )
+        return {"bf16": "bfloat16", "fp32": "float32"}.get(value, value) if isinstance(value, str) else value
+
+    @classmethod
+    def load(cls, preset: str) -> Self:
+        """Read a preset by name (``infra/presets/NAME.yaml``) or a YAML file by path.
+
+        Raises:
+            ConfigError: no such preset, not YAML, or values that are refused.
+        """
+        path = Path(preset).expanduser()
+        if not path.is_file():
+            path = PRESETS / f"{preset}.yaml"
+            if Path(preset).name != preset or not path.is_file():
+                known = ", ".join(sorted(p.stem for p in PRESETS.glob("*.yaml")))
+                raise ConfigError(f"{preset} is neither a YAML file nor a preset; presets: {known}")
+        try:
+            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+            return cls.model_validate(values)
+        except (yaml.YAMLError, ValidationError) as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+    def overridden(
+        self,
+        *,
+        dataset: str | None = None,
+        limit: int | None = None,
+        store: str | None = None,
+        chunk_tokens: int | None = None,
+    ) -> Self:
+        """The same extraction with the given knobs changed."""
+        values = self.model_dump()
+        if dataset is not None:
+            values["data"] |= {"path": dataset, "sources": ()}
+        if limit is not None:
+            values["data"]["limit"] = limit
+        values |= {k: v for k, v in {"store": store, "chunk_tokens": chunk_tokens}.items() if v is not None}
+        return type(self).model_validate(values)
+
+    def identity(self, checkpoint: Checkpoint) -> Identity:
+        """What decides the states' values and shape; ``layers`` must have been checked against the checkpoint."""
+        return Identity(
+            model=checkpoint.fingerprint,
+            architecture=checkpoint.architecture,
+            num_layers=checkpoint.num_layers,
+            hidden_size=checkpoint.hidden_size,
+            depths=self.layers.depths,
+            convention=self.layers.convention,
+            layer_ids=tuple(sorted(self.layers.ids)),
+            dtype=self.dtype,
+            numerics=self.engine.numerics,
+        )

@@ -1,0 +1,87 @@
+"""The flow ``extract``: chats in, verified hidden states in the store."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from prefect import flow, runtime
+from prefect.client.schemas.objects import State
+from prefect.futures import PrefectFuture, wait
+from prefect.states import Completed, Failed
+from prefect.task_runners import ThreadPoolTaskRunner
+
+from flows.config import Extraction
+from tasks.extract.checks import check
+from tasks.extract.task import LazyEngine, engine_spec, extract_chunk
+from tasks.model import resolve
+from tasks.plan.task import plan_chunks
+from tasks.report.progress import Progress
+from tasks.report.summary import Summary
+from tasks.store.task import commit_chunk, open_store, record_reused
+from tasks.tokenize.task import tokenize_data
+from tasks.verify.task import verify_chunk
+from tasks.vocabulary import Chunk
+
+# Of three chunks under way one is computed, one waits inside the engine, and one is verified and committed; each
+# has three tasks that wait for each other.
+CHUNKS_UNDER_WAY = 3
+
+
+RUNNER: Any = ThreadPoolTaskRunner(max_workers=3 * CHUNKS_UNDER_WAY)
+
+
+@flow(name="extract", task_runner=RUNNER, persist_result=False)
+def extract(
+    extraction: Extraction,
+    dataset: str | None = None,
+    limit: int | None = None,
+    store: str | None = None,
+    chunk_tokens: int | None = None,
+) -> State[Any]:
+    """Extract the hidden states of every sample that the store lacks.
+
+    Args:
+        extraction: What to extract, as in the presets.
+        dataset: Another data file than the extraction's.
+        limit: Read no more than this many rows of the data.
+        store: Another store than the extraction's.
+        chunk_tokens: Another chunk size than the extraction's.
+
+    Returns:
+        A state with a :class:`tasks.report.summary.Summary`; Failed unless all samples are in the store.
+    """
+    wanted = extraction.overridden(dataset=dataset, limit=limit, store=store, chunk_tokens=chunk_tokens)
+    run = runtime.flow_run.name or "extract"
+    checkpoint = resolve(wanted.model)
+    check(checkpoint, wanted.layers, wanted.dtype, wanted.engine)
+    identity = wanted.identity(checkpoint)
+    summary = Summary(store=wanted.store)
+
+    with (
+        tempfile.TemporaryDirectory(prefix="layertap-") as scratch,
+        open_store(wanted.store, identity, checkpoint, run) as target,
+    ):
+        table, summary.input = tokenize_data(wanted.data, checkpoint, identity, wanted.engine.max_model_len, Path(scratch))
+        chunks = plan_chunks(table, target, wanted.chunk_tokens)
+        summary.reused = record_reused(chunks, table, target)
+        with (
+            Progress(chunks) as progress,
+            LazyEngine(engine_spec(checkpoint, identity, wanted.engine, target)) as engine,
+        ):
+            steps: list[tuple[Chunk, list[PrefectFuture[Any]]]] = []
+            for chunk in chunks:
+                receipts: PrefectFuture[Any] = extract_chunk.submit(chunk, table, target, engine, progress)
+                steps.append((chunk, [receipts]))
+                if chunk.missing:
+                    verdicts: Any = verify_chunk.submit(chunk, receipts, table, identity, wanted.engine, wanted.audit)
+                    commit = commit_chunk.submit(chunk, verdicts, table, target)
+                    steps[-1][1].extend((verdicts, commit))
+            wait([futures[-1] for _, futures in steps])
+        for chunk, futures in steps:
+            failed = next((f.state for f in futures if not f.state.is_completed()), None)
+            if failed is not None:
+                summary.failed_chunks[chunk.name] = str(failed.message or failed.name)
+            elif chunk.missing:
+                summary.add(futures[-1].result())
+        summary.finish(progress, engine.started is not None)
+    return (Completed if summary.complete else Failed)(message=summary.message, data=summary)

@@ -1,0 +1,162 @@
+"""Rows of engine steps become whole samples in host memory.
+
+A prompt longer than one step arrives in several pieces (chunked prefill), a preempted one arrives again from an
+earlier position, and rows the engine did not compute (a prefix cache) leave a gap. A sample is handed on only when
+its rows cover [0, T) without a gap.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tasks import digest
+
+
+@dataclass(frozen=True)
+class RowSummary:
+    """Per row and depth, what the device says of the states before they travel: the proof of what arrived."""
+
+    digests_NL: torch.Tensor
+    """int64 [N, L], see :func:`tasks.digest.row_digests`."""
+    squares_NL: torch.Tensor
+    """float64 [N, L], sum of squares over the hidden axis."""
+    nonfinite_NL: torch.Tensor
+    """int32 [N, L], elements that are NaN or infinite."""
+    zero_NL: torch.Tensor
+    """bool [N, L], rows that are all zero."""
+    input_ids_N: torch.Tensor
+    """int32 [N], what the model was fed."""
+
+    def cpu(self) -> "RowSummary":
+        return RowSummary(*(t.cpu() for t in vars(self).values()))
+
+
+def summarize(states: Iterable[torch.Tensor], input_ids: torch.Tensor) -> RowSummary:
+    """Summarize the rows of one step on the device that computed them; ``states`` holds [N, H] per depth."""
+    digests, squares, nonfinite, zero = [], [], [], []
+    for rows_NH in states:
+        digests.append(digest.row_digests(rows_NH))
+        values = rows_NH.float()
+        squares.append((values * values).sum(dim=1, dtype=torch.float64))
+        nonfinite.append((~torch.isfinite(values)).sum(dim=1, dtype=torch.int32))
+        zero.append(~(values != 0).any(dim=1))
+    return RowSummary(
+        torch.stack(digests, 1),
+        torch.stack(squares, 1),
+        torch.stack(nonfinite, 1),
+        torch.stack(zero, 1),
+        input_ids.to(torch.int32),
+    )
+
+
+@dataclass
+class Sample:
+    """A sample being assembled on one rank."""
+
+    key: str
+    num_tokens: int
+    hidden_size: int
+    directory: Path
+    states_LTH: torch.Tensor | None
+    """None on a rank that only digests."""
+    digests_TL: npt.NDArray[np.int64]
+    squares_TL: npt.NDArray[np.float64]
+    nonfinite_TL: npt.NDArray[np.int32]
+    zero_TL: npt.NDArray[np.bool_]
+    input_ids_T: npt.NDArray[np.int32]
+    filled: int = 0
+    """Rows [0, filled) are there."""
+    error: str | None = None
+
+    @property
+    def complete(self) -> bool:
+        return self.filled == self.num_tokens
+
+
+@dataclass
+class Assembler:
+    """Places the rows of each step into the samples that are expected, and hands on those that are complete."""
+
+    num_depths: int
+    hidden_size: int
+    dtype: torch.dtype
+    keep_states: bool
+    """Whether this rank keeps the states, or only their digests."""
+    on_complete: Callable[[Sample], None]
+    reserve: Callable[[int], None] = lambda num_bytes: None
+    """Called before a sample's buffer of that many bytes is allocated; blocks while memory is short."""
+    _samples: dict[str, Sample] = field(default_factory=dict)
+    _expected: dict[str, tuple[int, Path]] = field(default_factory=dict)
+
+    def expect(self, key: str, num_tokens: int, directory: Path) -> None:
+        """Announce a sample that the engine will be asked for."""
+        self._samples.pop(key, None)
+        self._expected[key] = (num_tokens, directory)
+
+    def forget(self, key: str) -> Sample | None:
+        """Stop expecting a sample; returns what there is of it if it was begun and not completed."""
+        self._expected.pop(key, None)
+        return self._samples.pop(key, None)
+
+    def add(self, key: str, start: int, states: Iterable[torch.Tensor], summary: RowSummary, rows: slice) -> None:
+        """Place one request's rows of a step.
+
+        Args:
+            key: of the sample; rows of samples that are not expected (a warm-up's, say) are ignored.
+            start: absolute position of the first row.
+            states: per depth [N, H] in host memory, all rows of the step.
+            summary: of all rows of the step, in host memory.
+            rows: the request's rows in both.
+        """
+        if key not in self._expected:
+            return
+        sample = self._samples.get(key) or self._begin(key)
+        num_rows = min(rows.stop - rows.start, sample.num_tokens - start)
+        if sample.complete or sample.error or num_rows <= 0:  # a decode step behind the prompt
+            return
+        if start > sample.filled:
+            sample.error = (
+                f"rows [{sample.filled}, {start}) of {sample.num_tokens} were never computed; was prefix caching on?"
+            )
+            return
+        place, rows = slice(start, start + num_rows), slice(rows.start, rows.start + num_rows)
+        if sample.states_LTH is not None:
+            for depth, rows_NH in enumerate(states):
+                sample.states_LTH[depth, place] = rows_NH[rows]
+        sample.digests_TL[place] = summary.digests_NL[rows].numpy()
+        sample.squares_TL[place] = summary.squares_NL[rows].numpy()
+        sample.nonfinite_TL[place] = summary.nonfinite_NL[rows].numpy()
+        sample.zero_TL[place] = summary.zero_NL[rows].numpy()
+        sample.input_ids_T[place] = summary.input_ids_N[rows].numpy()
+        # A preempted request starts again: what lies behind the rows that came anew is of the abandoned attempt.
+        sample.filled = start + num_rows
+        if sample.complete:
+            del self._samples[key], self._expected[key]
+            self.on_complete(sample)
+
+    def _begin(self, key: str) -> Sample:
+        num_tokens, directory = self._expected[key]
+        shape = (num_tokens, self.num_depths)
+        states = None
+        if self.keep_states:
+            self.reserve(num_tokens * self.num_depths * self.hidden_size * self.dtype.itemsize)
+            # Poison: a row that is never written is found as NaN, not as plausible zeros.
+            states = torch.full((self.num_depths, num_tokens, self.hidden_size), torch.nan, dtype=self.dtype)
+        sample = Sample(
+            key=key,
+            num_tokens=num_tokens,
+            hidden_size=self.hidden_size,
+            directory=directory,
+            states_LTH=states,
+            digests_TL=np.zeros(shape, np.int64),
+            squares_TL=np.full(shape, np.nan),
+            nonfinite_TL=np.zeros(shape, np.int32),
+            zero_TL=np.zeros(shape, np.bool_),
+            input_ids_T=np.full(num_tokens, -1, np.int32),
+        )
+        self._samples[key] = sample
+        return sample

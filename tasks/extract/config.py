@@ -1,0 +1,70 @@
+"""What a user says of the engine."""
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+#: vLLM arguments that change how fast the engine runs and not what it computes (within a dtype's rounding).
+NEUTRAL = frozenset(
+    {
+        "attention_backend",
+        "block_size",
+        "cpu_offload_gb",
+        "disable_custom_all_reduce",
+        "distributed_timeout_seconds",
+        "enable_expert_parallel",
+        "max_num_partial_prefills",
+        "max_parallel_loading_workers",
+        "mm_processor_cache_gb",
+        "moe_backend",
+        "num_gpu_blocks_override",
+        "safetensors_load_strategy",
+    }
+)
+
+
+class Engine(BaseModel):
+    """Arguments of the vLLM engine and of the capture inside it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tensor_parallel_size: Annotated[int, Field(ge=1, description="GPUs (or CPU processes) that share each layer.")] = 1
+    max_model_len: Annotated[int, Field(ge=2, description="Longest sample in tokens, plus one.")] = 4096
+    max_num_batched_tokens: Annotated[int, Field(ge=1, description="Tokens of one engine step.")] = 8192
+    max_num_seqs: Annotated[int, Field(ge=1, description="Samples of one engine step.")] = 64
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    kv_cache_gib: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="Size of the KV cache; what is left of the memory when absent. Set it on a CPU."
+    )
+    enforce_eager: bool = Field(
+        default=True, description="Run without torch.compile and CUDA graphs, which gain nothing for large prefills."
+    )
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
+    load_format: str = "auto"
+    in_process: bool = Field(
+        default=False,
+        description="Run the engine inside the flow's process: starts faster, one device only, and a crash of the "
+        "engine ends the flow.",
+    )
+    staging_gib: Annotated[float, Field(gt=0)] = Field(
+        default=8.0, description="Host memory for captured samples that are not written yet; the engine waits beyond."
+    )
+    writer_threads: Annotated[int, Field(ge=1)] = Field(default=4, description="Threads that encode and write samples.")
+    ring_slots: Annotated[int, Field(ge=2, description="Pinned buffers between GPU and host, each of one step.")] = 3
+    extra: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Further vLLM engine arguments by name. Those that would break the capture are refused.",
+    )
+
+    @property
+    def numerics(self) -> dict[str, Any]:
+        """The arguments that decide the states' values, where they differ from vLLM's defaults."""
+        values = {k: v for k, v in self.extra.items() if k not in NEUTRAL}
+        if self.quantization is not None:
+            values["quantization"] = self.quantization
+        if self.kv_cache_dtype != "auto":
+            values["kv_cache_dtype"] = self.kv_cache_dtype
+        if self.load_format == "dummy":
+            values["load_format"] = self.load_format
+        return values

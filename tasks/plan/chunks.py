@@ -1,0 +1,44 @@
+"""Chunks of a budget of tokens, the same for the same input whatever the store holds."""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from tasks.vocabulary import Chunk, PlannedSample
+
+
+def distinct(keys: Sequence[str], num_tokens: npt.NDArray[np.int32]) -> list[PlannedSample]:
+    """The distinct samples of a table in the order of their first rows; rows with equal keys are duplicates."""
+    rows: dict[str, list[int]] = {}
+    for row, key in enumerate(keys):
+        rows.setdefault(key, []).append(row)
+    return [PlannedSample(key, int(num_tokens[of_key[0]]), tuple(of_key)) for key, of_key in rows.items()]
+
+
+def split(samples: Sequence[PlannedSample], chunk_tokens: int) -> list[Chunk]:
+    """Cut the samples, in input order, into chunks of at most ``chunk_tokens`` tokens.
+
+    A sample longer than that gets a chunk of its own. Inside a chunk the longest sample comes first, so that a
+    step's remainder is filled by short ones. A chunk is named by its place and content: appending to the input
+    leaves the chunks before unchanged.
+    """
+    chunks: list[Chunk] = []
+    group: list[PlannedSample] = []
+    tokens = 0
+    for sample in samples:
+        if group and tokens + sample.num_tokens > chunk_tokens:
+            chunks.append(_chunk(len(chunks), group))
+            group, tokens = [], 0
+        group.append(sample)
+        tokens += sample.num_tokens
+    if group:
+        chunks.append(_chunk(len(chunks), group))
+    return chunks
+
+
+def _chunk(index: int, samples: list[PlannedSample]) -> Chunk:
+    ordered = sorted(samples, key=lambda s: (-s.num_tokens, s.key))
+    content = hashlib.sha256("".join(s.key for s in ordered).encode()).hexdigest()
+    return Chunk(f"chunk-{index:04d}-{content[:6]}", tuple(ordered))

@@ -1,0 +1,5 @@
+"""The project's logger: on a terminal by the command line, in the Prefect UI by ``PREFECT_LOGGING_EXTRA_LOGGERS``."""
+
+import logging
+
+logger = logging.getLogger("layertap")

@@ -1,0 +1,106 @@
+"""The counts of a run, and the table that ends it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any
+
+from rich.table import Table
+
+from tasks.report.progress import Progress
+from tasks.vocabulary import Verdict
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one chunk's missing samples."""
+
+    extracted: int
+    """Samples committed."""
+    tokens: int
+    state_bytes: int
+    """Bytes of the committed states before encoding."""
+    stored_bytes: int
+    """Bytes of their files."""
+    refused: Sequence[Verdict] = ()
+
+
+@dataclass
+class Summary:
+    """What became of everything that a run was asked for."""
+
+    store: str
+    input: Any = None
+    """What the tokenizer says of the input (:class:`tasks.tokenize.report.TokenizeReport`)."""
+    extracted: int = 0
+    """Distinct samples extracted, verified and committed by this run."""
+    reused: int = 0
+    """Distinct samples that were in the store already."""
+    quarantined: list[Verdict] = field(default_factory=list)
+    failed_chunks: dict[str, str] = field(default_factory=dict)
+    """Chunk name -> why it did not end; its samples are not in the store."""
+    tokens: int = 0
+    """Tokens of the extracted samples."""
+    state_bytes: int = 0
+    stored_bytes: int = 0
+    tokens_per_second: float = 0.0
+    """Of the engine, from when it was ready."""
+    engine_started: bool = False
+    seconds: float = 0.0
+    _began: float = field(default_factory=monotonic)
+
+    def add(self, outcome: Outcome) -> None:
+        """Count one chunk."""
+        self.extracted += outcome.extracted
+        self.tokens += outcome.tokens
+        self.state_bytes += outcome.state_bytes
+        self.stored_bytes += outcome.stored_bytes
+        self.quarantined.extend(outcome.refused)
+
+    def finish(self, progress: Progress, engine_started: bool) -> None:
+        """Note what is known at the end only."""
+        self.tokens_per_second = progress.tokens_per_second
+        self.engine_started = engine_started
+        self.seconds = monotonic() - self._began
+
+    @property
+    def complete(self) -> bool:
+        """Whether all samples of the input are in the store; skipped rows of the input are no samples."""
+        return not self.quarantined and not self.failed_chunks
+
+    @property
+    def ratio(self) -> float:
+        """Bytes of states per byte stored."""
+        return self.state_bytes / self.stored_bytes if self.stored_bytes else 0.0
+
+    @property
+    def message(self) -> str:
+        """One line, for the state of the flow run."""
+        parts = [f"{self.extracted} extracted", f"{self.reused} reused"]
+        if self.quarantined:
+            parts.append(f"{len(self.quarantined)} quarantined")
+        if self.failed_chunks:
+            parts.append(f"{len(self.failed_chunks)} chunks failed ({', '.join(sorted(self.failed_chunks)[:10])})")
+        if self.input.skipped:
+            parts.append(f"{self.input.skipped} input rows skipped")
+        return ", ".join(parts)
+
+    def table(self) -> Table:
+        """The table for a terminal."""
+        engine = f"started, {self.tokens_per_second:,.0f} tokens/s" if self.engine_started else "not started"
+        written = f"{self.stored_bytes / 1e6:,.1f} MB for {self.state_bytes / 1e6:,.1f} MB of states"
+        table = Table(title="Extraction", title_justify="left", show_header=False)
+        table.add_row("extracted", f"{self.extracted} samples, {self.tokens:,} tokens")
+        table.add_row("reused", f"{self.reused} samples")
+        table.add_row("quarantined", f"{len(self.quarantined)} samples")
+        table.add_row("duplicates", f"{self.input.duplicates} input rows")
+        table.add_row("skipped", f"{self.input.skipped} input rows")
+        table.add_row("engine", engine)
+        table.add_row("written", f"{written}, ratio {self.ratio:.2f}" if self.extracted else "nothing")
+        table.add_row("time", f"{self.seconds:,.1f} s")
+        table.add_row("store", self.store)
+        for verdict in self.quarantined:
+            table.add_row(f"quarantined {verdict.key[:12]}", f"{verdict.reason}: {verdict.detail}")
+        for name, why in self.failed_chunks.items():
+            table.add_row(f"failed {name}", why)
+        return table

@@ -1,0 +1,77 @@
+"""Errors of the store. Each message names the path and says what to do."""
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class StoreError(Exception):
+    """Base of everything the store raises on purpose."""
+
+
+class IdentityMismatch(StoreError):
+    """The store at this place holds another extraction."""
+
+
+class StoreBusy(StoreError):
+    """Another run holds the store for writing."""
+
+
+class NotAStore(StoreError):
+    """Nothing at this place is a layertap store of a layout that this version reads."""
+
+
+class SampleNotFound(StoreError, KeyError):
+    """The store has no such key or source id."""
+
+    __str__ = Exception.__str__
+
+
+class DamagedSample(StoreError):
+    """A committed sample whose files are not what was committed: one is missing, short or altered."""
+
+    def __init__(self, key: str, problem: str) -> None:
+        super().__init__(key, problem)
+        self.key = key
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return (
+            f"sample {self.key} is damaged: {self.problem}. `layertap verify --set-aside` takes damaged samples out "
+            "of the store, and the next run extracts them again"
+        )
+
+
+class NoSpace(StoreError):
+    """The planned samples do not fit."""
+
+
+class StorageFailure(StoreError):
+    """The disk or the object store refused: full, read-only, no permission, out of reach."""
+
+
+_ADVICE = {
+    errno.ENOSPC: "the disk is full; free space and run again, committed samples are kept",
+    errno.EDQUOT: "the disk quota is used up; free space and run again, committed samples are kept",
+    errno.EACCES: "permission denied; let the user of this run write there",
+    errno.EPERM: "operation not permitted; let the user of this run write there",
+    errno.EROFS: "the file system is read-only; mount it writable or choose another store",
+    errno.EIO: "the disk reports an input/output error; check the device before running again",
+}
+
+
+@contextmanager
+def storage_failures(path: object) -> Iterator[None]:
+    """Turn what a file system refuses into :class:`StorageFailure` with advice.
+
+    A missing or already present file is left as it is, since callers decide what that means.
+    """
+    try:
+        yield
+    except (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError):
+        raise
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, None):
+            raise
+        advice = _ADVICE.get(error.errno, error.strerror or str(error))
+        raise StorageFailure(f"cannot write {error.filename or path}: {advice}") from error

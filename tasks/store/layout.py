@@ -1,0 +1,316 @@
+"""Layout v1: what a store's files are named and what is in them.
+
+::
+
+    STORE/zarr.json                          root group: identity, codec, grid, final norm's eps
+    STORE/final_norm_weight/                 [H], where the extraction gave it
+    STORE/samples/<key[:2]>/<key>/           one group a sample
+        zarr.json                            the completion record, written last (see below)
+        hidden_states/{zarr.json, c.0.j.0}   [L, T, H] uint16, the bits of bfloat16 (or float32)
+        input_ids/{zarr.json, c.0}           [T] int32
+        loss_mask/{zarr.json, c.0}           [T] int8, 1 where a trainer supervises the token
+    STORE/.layertap/                         private: manifest, staging, quarantine, runs
+
+L captured depths (ascending), T tokens of the sample, H hidden size. All is Zarr v3 and opens in any reader of it.
+
+* Chunks of ``hidden_states`` are [L, 256, H] (a sample shorter than 256 tokens has one chunk [L, T, H]): a fixed
+  grid, so that samples with equal prefixes have equal chunks, and an encoder or reader holds one chunk at a time.
+  The last chunk is padded with the fill value, which compresses to next to nothing.
+* Codecs: ``blosc(zstd, level 1, byte shuffle, 1 MiB blocks)`` then ``crc32c``. Blocks of 1 MiB keep zstd's window
+  wide enough for the exponent plane; the default block size gives 1.28 instead of 1.49.
+* Fill values are sentinels that no valid sample holds: NaN for states, -1 for ids and mask. A reader that ignores
+  a missing chunk shows them; our own reader raises.
+* bfloat16 is no Zarr data type that readers agree on, so its bits are stored as uint16 with the attribute
+  ``logical_dtype: bfloat16``; ``torch.from_numpy(a).view(torch.bfloat16)`` gives them back without a copy.
+
+The group's ``zarr.json`` carries consolidated metadata and these attributes: ``layout``, ``key``, ``identity``
+(digest), ``num_tokens``, ``depths``, ``logical_dtype``, ``next_token`` (what the engine sampled greedily after the
+sample), ``sources`` (ids at commit time), ``mask`` (digest of the loss mask), ``run``, ``capture`` (what the
+verification recorded), ``objects`` ({path: [bytes, crc32c]} of every other file) and ``crc32c`` of the document
+itself, computed with the eight digits of that value set to zero. A sample is committed when that file is there.
+"""
+
+import hashlib
+import json
+import re
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import google_crc32c
+import numpy as np
+import numpy.typing as npt
+import zarr
+from numcodecs import blosc
+from zarr.codecs import BloscCodec, Crc32cCodec
+from zarr.storage import MemoryStore
+
+from tasks.vocabulary import Identity
+
+LAYOUT = 1
+CHUNK_TOKENS = 256
+PRIVATE = ".layertap"
+RECORD = "zarr.json"
+"""Name of a group's metadata file; a sample's is its completion record."""
+
+_BLOCK_BYTES = 1 << 20
+_CRC_BYTES = 4
+_KEY = re.compile(r"[0-9a-f]{64}")
+
+# Stand-ins for the two numbers that differ between samples of a store. zarr writes the templates with them.
+_ANY_LENGTH, _ANY_CHUNK = 910_000_000_001, 910_000_000_003
+_ANY_ATTRIBUTES = {"ANY": "ATTRIBUTES"}
+_template_lock = threading.Lock()
+
+
+def is_key(text: str) -> bool:
+    return _KEY.fullmatch(text) is not None
+
+
+def check_key(key: str) -> str:
+    """Return the key; anything but 64 lower-case hex digits, which alone ever become a path, is refused."""
+    if not is_key(key):
+        raise ValueError(f"{key!r} is no sample key (64 lower-case hex digits)")
+    return key
+
+
+def sample_path(key: str) -> str:
+    """Directory of a sample relative to the store."""
+    return f"samples/{key[:2]}/{check_key(key)}"
+
+
+def mask_digest(loss_mask: npt.ArrayLike) -> str:
+    """Digest (16 hex digits) by which two loss masks of one sample are told apart."""
+    return hashlib.blake2b(np.asarray(loss_mask, dtype=np.bool_).tobytes(), digest_size=8).hexdigest()
+
+
+def seal(content: bytes) -> bytes:
+    """Bytes as a ``crc32c`` codec without another one stores them."""
+    checksum: bytes = google_crc32c.value(content).to_bytes(_CRC_BYTES, "little")
+    return content + checksum
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """What decides how the states of a store are encoded; small and plain, so that it travels to workers."""
+
+    num_depths: int
+    hidden_size: int
+    dtype: str
+    """Logical element type, ``bfloat16`` or ``float32``."""
+
+    @classmethod
+    def of(cls, identity: Identity) -> "StateSpec":
+        return cls(len(identity.depths), identity.hidden_size, identity.dtype)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def stored_dtype(self) -> "np.dtype[Any]":
+        return np.dtype("<f4") if self.dtype == "float32" else np.dtype("<u2")
+
+    @property
+    def fill_value(self) -> float | int:
+        """A NaN in either type."""
+        return float("nan") if self.dtype == "float32" else 0x7FC0
+
+    def shape(self, num_tokens: int) -> tuple[int, int, int]:
+        return self.num_depths, num_tokens, self.hidden_size
+
+    def nbytes(self, num_tokens: int) -> int:
+        """Bytes of a sample's states before encoding."""
+        return self.num_depths * num_tokens * self.hidden_size * self.stored_dtype.itemsize
+
+    def encode(self, chunk_LtH: npt.NDArray[Any]) -> tuple[bytes, bytes]:
+        """Encode one chunk; returns the payload and its four checksum bytes. The GIL is free meanwhile."""
+        payload: bytes = blosc.compress(chunk_LtH, b"zstd", 1, blosc.SHUFFLE, _BLOCK_BYTES, self.stored_dtype.itemsize)
+        return payload, google_crc32c.value(payload).to_bytes(_CRC_BYTES, "little")
+
+    @cached_property
+    def templates(self) -> "Templates":
+        return _templates(self)
+
+
+@dataclass(frozen=True)
+class Templates:
+    """Metadata documents as the installed zarr writes them, with stand-ins where samples differ."""
+
+    arrays: Mapping[str, str]
+    group: str
+
+    def array(self, name: str, num_tokens: int) -> bytes:
+        """``zarr.json`` of an array of a sample."""
+        return _fill(self.arrays[name], num_tokens).encode()
+
+    def record(self, num_tokens: int, attributes: Mapping[str, Any]) -> bytes:
+        """The group's ``zarr.json``, the completion record, with its own checksum filled in."""
+        unsigned = json.dumps({**attributes, "crc32c": "0" * 8})
+        document = _fill(self.group, num_tokens).replace(json.dumps(_ANY_ATTRIBUTES), unsigned, 1).encode()
+        checksum = f"{google_crc32c.value(document):08x}"
+        signed = unsigned[: unsigned.rindex("0" * 8)] + checksum + '"}'
+        return document.replace(unsigned.encode(), signed.encode(), 1)
+
+
+def _fill(template: str, num_tokens: int) -> str:
+    return template.replace(str(_ANY_LENGTH), str(num_tokens)).replace(
+        str(_ANY_CHUNK), str(min(num_tokens, CHUNK_TOKENS))
+    )
+
+
+def create_arrays(group: zarr.Group, spec: StateSpec, num_tokens: int, chunk_tokens: int) -> None:
+    """Create a sample's arrays in a Zarr group with stock zarr: the definition of the layout."""
+    group.create_array(
+        "hidden_states",
+        shape=spec.shape(num_tokens),
+        chunks=spec.shape(chunk_tokens),
+        dtype=spec.stored_dtype,
+        compressors=[
+            BloscCodec(
+                typesize=spec.stored_dtype.itemsize,
+                cname="zstd",
+                clevel=1,
+                shuffle="shuffle",
+                blocksize=_BLOCK_BYTES,
+            ),
+            Crc32cCodec(),
+        ],
+        fill_value=spec.fill_value,
+        dimension_names=("depth", "token", "hidden"),
+        chunk_key_encoding={"name": "default", "separator": "."},
+        attributes={"logical_dtype": spec.dtype},
+    )
+    for name, dtype in (("input_ids", "<i4"), ("loss_mask", "i1")):
+        group.create_array(
+            name,
+            shape=(num_tokens,),
+            chunks=(num_tokens,),
+            dtype=dtype,
+            compressors=[Crc32cCodec()],
+            fill_value=-1,
+            dimension_names=("token",),
+            chunk_key_encoding={"name": "default", "separator": "."},
+        )
+
+
+@lru_cache
+def _templates(spec: StateSpec) -> Templates:
+    files: dict[str, Any] = {}
+    with _template_lock, zarr.config.set({"json_indent": None}), warnings.catch_warnings():
+        # Consolidated metadata is an extension that readers without it ignore (must_understand: false).
+        warnings.filterwarnings("ignore", message="Consolidated metadata")
+        store = MemoryStore(files)
+        group = zarr.create_group(store, attributes=dict(_ANY_ATTRIBUTES))
+        create_arrays(group, spec, _ANY_LENGTH, _ANY_CHUNK)
+        zarr.consolidate_metadata(store)
+    text = {path: buffer.to_bytes().decode() for path, buffer in files.items()}
+    group_text = text.pop(RECORD)
+    return Templates({path.removesuffix("/" + RECORD): document for path, document in text.items()}, group_text)
+
+
+def num_chunks(num_tokens: int) -> int:
+    return -(-num_tokens // CHUNK_TOKENS)
+
+
+@lru_cache(maxsize=4096)
+def _object_paths(chunks: int) -> tuple[str, ...]:
+    states = ("hidden_states/zarr.json", *(f"hidden_states/c.0.{j}.0" for j in range(chunks)))
+    return *states, "input_ids/zarr.json", "input_ids/c.0", "loss_mask/zarr.json", "loss_mask/c.0"
+
+
+def object_paths(num_tokens: int) -> tuple[str, ...]:
+    """Paths, relative to the sample, of all files of a sample but its completion record, in a fixed order."""
+    return _object_paths(num_chunks(num_tokens))
+
+
+def staged_paths(num_tokens: int) -> tuple[str, ...]:
+    """The part of :func:`object_paths` that exists before the commit: all but the loss mask."""
+    return object_paths(num_tokens)[:-2]
+
+
+@dataclass(frozen=True)
+class Record:
+    """A sample's completion record, parsed and found consistent with itself."""
+
+    key: str
+    identity: str
+    num_tokens: int
+    depths: tuple[int, ...]
+    dtype: str
+    next_token: int | None
+    sources: tuple[str, ...]
+    mask: str
+    run: str
+    capture: Mapping[str, Any]
+    objects: Mapping[str, tuple[int, int]]
+    nbytes: int
+    """Size of the record itself."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of the files in the order of :func:`object_paths`, then of the record."""
+        return [self.objects[path][0] for path in object_paths(self.num_tokens)] + [self.nbytes]
+
+
+def parse_record(document: bytes) -> Record:
+    """Parse a sample's ``zarr.json`` and check it against its own checksum.
+
+    Raises:
+        ValueError: not JSON, or not byte for byte what was committed.
+    """
+    try:
+        attributes = json.loads(document)["attributes"]
+        checksum = attributes["crc32c"].encode()
+        head, tail = document.split(b'"crc32c": "' + checksum + b'"}', 1)
+        unsigned = head + b'"crc32c": "00000000"}' + tail
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError("its zarr.json is not a completion record") from error
+    if f"{google_crc32c.value(unsigned):08x}".encode() != checksum:
+        raise ValueError("its zarr.json does not match the checksum within")
+    if attributes["layout"] != LAYOUT:
+        raise ValueError(f"it has layout {attributes['layout']}, this version reads {LAYOUT}")
+    objects = {path: (size, crc) for path, (size, crc) in attributes["objects"].items()}
+    if set(objects) != set(object_paths(attributes["num_tokens"])):
+        raise ValueError("its list of files does not fit its length")
+    return Record(
+        key=attributes["key"],
+        identity=attributes["identity"],
+        num_tokens=attributes["num_tokens"],
+        depths=tuple(attributes["depths"]),
+        dtype=attributes["logical_dtype"],
+        next_token=attributes["next_token"],
+        sources=tuple(attributes["sources"]),
+        mask=attributes["mask"],
+        run=attributes["run"],
+        capture=attributes["capture"],
+        objects=objects,
+        nbytes=len(document),
+    )
+
+
+def group_document(attributes: Mapping[str, Any] | None = None) -> bytes:
+    """``zarr.json`` of a plain group, as stock zarr writes it."""
+    files: dict[str, Any] = {}
+    zarr.create_group(MemoryStore(files), attributes=dict(attributes or {}))
+    return bytes(files[RECORD].to_bytes())
+
+
+def array_documents(
+    values: npt.NDArray[Any], dimension_names: Sequence[str], attributes: Mapping[str, Any]
+) -> dict[str, bytes]:
+    """Files of a small array in one chunk, relative to the array, as stock zarr writes them."""
+    files: dict[str, Any] = {}
+    with zarr.config.set({"array.write_empty_chunks": True}):
+        zarr.create_array(
+            MemoryStore(files),
+            data=values,
+            chunks=tuple(max(1, n) for n in values.shape),
+            compressors=[Crc32cCodec()],
+            dimension_names=list(dimension_names),
+            chunk_key_encoding={"name": "default", "separator": "."},
+            attributes=dict(attributes),
+        )
+    return {path: bytes(buffer.to_bytes()) for path, buffer in files.items()}

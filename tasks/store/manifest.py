@@ -1,0 +1,175 @@
+"""The manifest: an index of what is committed, and which source ids share which sample.
+
+It is a log of batches. A batch is one line, ``<crc32c, 8 hex digits> <JSON>``, in a segment file of its own that
+is written last, after the samples it lists are committed; nothing in a segment is ever changed. Segments are
+read in the order of their names, and the latest line about a source id wins. The manifest speeds up what the
+samples' completion records say anyway, so it can be rebuilt from them.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import google_crc32c
+import numpy as np
+import numpy.typing as npt
+
+from tasks.store.backend import Backend
+from tasks.store.layout import PRIVATE, Record
+
+MANIFEST = f"{PRIVATE}/manifest"
+_SEGMENTS_BEFORE_MERGE = 256
+
+Spans = tuple[int, ...]
+"""A loss mask as starts and ends of its supervised stretches: (s0, e0, s1, e1, ...)."""
+
+
+def to_spans(loss_mask: npt.ArrayLike) -> Spans:
+    mask_T = np.asarray(loss_mask, dtype=np.bool_)
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], mask_T, [False])).astype(np.int8)))
+    return tuple(edges.tolist())
+
+
+def from_spans(spans: Sequence[int], num_tokens: int) -> npt.NDArray[np.bool_]:
+    mask_T = np.zeros(num_tokens, dtype=np.bool_)
+    for start, end in zip(spans[::2], spans[1::2], strict=True):
+        mask_T[start:end] = True
+    return mask_T
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A committed sample as the manifest lists it."""
+
+    num_tokens: int
+    sizes: tuple[int, ...]
+    """Bytes of the sample's files in the order of the layout, the completion record last."""
+    mask: str
+    """Digest of the loss mask in the sample's group."""
+
+    @classmethod
+    def of(cls, record: Record) -> "Entry":
+        return cls(record.num_tokens, tuple(record.sizes), record.mask)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A conversation of the user's data and the sample that holds its tokens."""
+
+    key: str
+    spans: Spans | None = None
+    """Its loss mask where that differs from the group's."""
+
+
+@dataclass
+class Batch:
+    """What one line adds."""
+
+    entries: dict[str, Entry] = field(default_factory=dict)
+    sources: dict[str, Source] = field(default_factory=dict)
+
+    def to_line(self) -> bytes:
+        columns = {
+            "samples": {
+                "key": list(self.entries),
+                "num_tokens": [e.num_tokens for e in self.entries.values()],
+                "sizes": [e.sizes for e in self.entries.values()],
+                "mask": [e.mask for e in self.entries.values()],
+            },
+            "sources": {
+                "id": list(self.sources),
+                "key": [s.key for s in self.sources.values()],
+                "mask": [s.spans for s in self.sources.values()],
+            },
+        }
+        content = json.dumps(columns, separators=(",", ":")).encode()
+        return f"{google_crc32c.value(content):08x} ".encode() + content + b"\n"
+
+    @classmethod
+    def from_line(cls, line: bytes) -> "Batch":
+        """Parse a line; ValueError where it is torn or altered."""
+        checksum, _, content = line.rstrip(b"\n").partition(b" ")
+        if f"{google_crc32c.value(content):08x}".encode() != checksum:
+            raise ValueError("a manifest line does not match its checksum")
+        columns: dict[str, dict[str, list[Any]]] = json.loads(content)
+        samples, sources = columns["samples"], columns["sources"]
+        return cls(
+            dict(
+                zip(
+                    samples["key"],
+                    map(Entry, samples["num_tokens"], map(tuple, samples["sizes"]), samples["mask"]),
+                    strict=True,
+                )
+            ),
+            {
+                source: Source(key, None if spans is None else tuple(spans))
+                for source, key, spans in zip(sources["id"], sources["key"], sources["mask"], strict=True)
+            },
+        )
+
+
+class Manifest:
+    """The manifest in memory, and how batches are added to it."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.entries: dict[str, Entry] = {}
+        self.sources: dict[str, Source] = {}
+        self.damaged_segments: list[str] = []
+        """Segments with a line that is torn or altered; what the other lines say is kept."""
+        self._next = 1
+        self._segments: list[str] = []
+
+    def load(self) -> "Manifest":
+        """Read all segments."""
+        for attempt in range(5):
+            self.entries, self.sources, self.damaged_segments = {}, {}, []
+            self._segments = self._backend.names(MANIFEST)
+            try:
+                for name in self._segments:
+                    for batch in self._read(name):
+                        self.entries.update(batch.entries)
+                        self.sources.update(batch.sources)
+            except FileNotFoundError:  # a writer merged segments between the listing and the read
+                if attempt == 4:
+                    raise
+            else:
+                break
+        self._next = 1 + max((int(name.split("-")[0]) for name in self._segments), default=0)
+        return self
+
+    def _read(self, name: str) -> Iterator[Batch]:
+        for line in self._backend.read(f"{MANIFEST}/{name}").splitlines():
+            try:
+                yield Batch.from_line(line)
+            except ValueError:
+                self.damaged_segments.append(name)
+
+    def append(self, batch: Batch, run: str) -> None:
+        """Write a batch as a new segment; it counts when this returns."""
+        if not (batch.entries or batch.sources):
+            return
+        name = f"{self._next:08d}-{run}.jsonl"
+        self._backend.put(f"{MANIFEST}/{name}", batch.to_line())
+        self._next += 1
+        self._segments.append(name)
+        self.entries.update(batch.entries)
+        self.sources.update(batch.sources)
+
+    def merge(self, run: str, *, drop: Iterable[str] = (), force: bool = False) -> None:
+        """Replace many segments by one with the same content, less the keys to drop; for the only writer."""
+        if len(self._segments) < _SEGMENTS_BEFORE_MERGE and not force:
+            return
+        for key in drop:
+            self.entries.pop(key, None)
+        old = list(self._segments)
+        self._segments = []
+        self.append(Batch(self.entries, self.sources), run)
+        for name in old:
+            self._backend.remove(f"{MANIFEST}/{name}")
+        self.damaged_segments = []

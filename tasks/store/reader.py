@@ -1,0 +1,309 @@
+"""Reading: samples as torch tensors, every byte checked.
+
+The fast path reads a sample's files itself instead of through a Zarr library: what those return for a missing
+chunk is fill values, and for an altered one without an error depends on the codec. Here a missing, short or
+altered file raises :class:`DamagedSample`.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import google_crc32c
+import numpy as np
+import numpy.typing as npt
+from numcodecs import blosc
+
+from tasks.store import layout
+from tasks.store.backend import open_backend
+from tasks.store.errors import DamagedSample, SampleNotFound
+from tasks.store.layout import RECORD, Record, StateSpec, sample_path
+from tasks.store.manifest import Manifest, Source, from_spans
+from tasks.store.store import QUARANTINE, RUNS, FinalNorm, describe, stored_identity
+from tasks.vocabulary import Identity
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One line of a store's listing."""
+
+    key: str
+    num_tokens: int
+    shape: tuple[int, int, int]
+    """[L, T, H]"""
+    depths: tuple[int, ...]
+    sources: tuple[str, ...]
+    nbytes: int
+    """Bytes of all its files."""
+
+
+@dataclass(frozen=True, eq=False)
+class StoredSample:
+    """A sample as read."""
+
+    key: str
+    source_id: str | None
+    """The source id it was asked by, or the first one that shares it; None where none is recorded."""
+    depths: tuple[int, ...]
+    """Depths that were read, ascending."""
+    dtype: str
+    states_LTH: npt.NDArray[Any]
+    """[L, T, H] uint16 with the bits of bfloat16, or float32."""
+    input_ids_T: npt.NDArray[np.int32]
+    loss_mask_T: npt.NDArray[np.bool_]
+    """That of the source it was asked by."""
+    next_token: int | None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids_T)
+
+    @cached_property
+    def hidden_states(self) -> "torch.Tensor":
+        """[L, T, H] bfloat16 or float32; shares memory with ``states_LTH``."""
+        import torch
+
+        states = torch.from_numpy(self.states_LTH)
+        return states.view(torch.bfloat16) if self.dtype == "bfloat16" else states
+
+    @cached_property
+    def input_ids(self) -> "torch.Tensor":
+        """[T] int64"""
+        import torch
+
+        return torch.from_numpy(self.input_ids_T.astype(np.int64))
+
+    @cached_property
+    def loss_mask(self) -> "torch.Tensor":
+        """[T] bool"""
+        import torch
+
+        return torch.from_numpy(self.loss_mask_T)
+
+
+class Reader:
+    """A store opened for reading. Sees the samples that were recorded when it was opened; see :meth:`refresh`.
+
+    Picklable, and safe to use after a fork: the connection is made in the process that reads.
+    """
+
+    def __init__(self, url: str | os.PathLike[str]) -> None:
+        """Open the store at a path or URL.
+
+        Raises:
+            NotAStore: there is none, or one of a newer layout.
+        """
+        self.url = os.fspath(url)
+        self.attributes = describe(self._backend)
+        self.identity: Identity = stored_identity(self._backend)
+        self.spec = StateSpec.of(self.identity)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read the manifest again."""
+        manifest = Manifest(self._backend).load()
+        self._entries, self._sources = manifest.entries, manifest.sources
+        self._keys = list(self._entries)
+        self._by_key: dict[str, list[str]] = {}
+        for source_id, source in self._sources.items():
+            self._by_key.setdefault(source.key, []).append(source_id)
+
+    @property
+    def _backend(self) -> Any:
+        if self.__dict__.get("_process") != os.getpid():
+            self.__dict__["_opened"] = open_backend(self.url)
+            self.__dict__["_process"] = os.getpid()
+        return self.__dict__["_opened"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_opened", "_process")}
+
+    # --- listing
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    @property
+    def keys(self) -> Sequence[str]:
+        """Keys in the order they were recorded."""
+        return self._keys
+
+    @property
+    def source_ids(self) -> Sequence[str]:
+        return list(self._sources)
+
+    def sources_of(self, key: str) -> tuple[str, ...]:
+        return tuple(self._by_key.get(key, ()))
+
+    def key_of(self, source_id: str) -> str:
+        if source_id not in self._sources:
+            raise self._not_found(source_id)
+        return self._sources[source_id].key
+
+    def num_tokens(self, key: str) -> int:
+        return self._entries[key].num_tokens
+
+    def listing(self) -> Iterator[Listed]:
+        """The store's samples, from the manifest alone."""
+        for key, entry in self._entries.items():
+            yield Listed(
+                key,
+                entry.num_tokens,
+                self.identity.shape(entry.num_tokens),
+                self.identity.depths,
+                self.sources_of(key),
+                entry.nbytes,
+            )
+
+    def quarantined(self) -> Iterator[dict[str, Any]]:
+        """What the verification refused: key, sources, reason, detail, evidence, run and time."""
+        for name in self._backend.names(QUARANTINE):
+            yield json.loads(self._backend.read(f"{QUARANTINE}/{name}"))
+
+    def runs(self) -> Iterator[dict[str, Any]]:
+        """Provenance of the runs that wrote to the store, oldest first."""
+        for name in self._backend.names(RUNS):
+            yield json.loads(self._backend.read(f"{RUNS}/{name}"))
+
+    @cached_property
+    def final_norm(self) -> FinalNorm | None:
+        """The model's norm after the last layer, where the extraction kept it."""
+        norm = self.attributes.get("final_norm")
+        if norm is None:
+            return None
+        data = _unseal(self._backend.read(f"{norm['weight']}/c.0"))
+        if data is None:
+            raise DamagedSample("final_norm_weight", "it does not match its checksum")
+        return FinalNorm(np.frombuffer(data, dtype="<f4"), norm["eps"], norm["kind"])
+
+    # --- samples
+
+    def __getitem__(self, which: int | str) -> StoredSample:
+        """A sample by position, key or source id; as :meth:`read`."""
+        return self.read(which)
+
+    def __iter__(self) -> Iterator[StoredSample]:
+        return map(self.read, self._keys)
+
+    def read(self, which: int | str, depths: Sequence[int] | None = None) -> StoredSample:
+        """Read a sample by position, source id or key.
+
+        Args:
+            which: Position in :attr:`keys`, a source id (its own loss mask is returned), or a key.
+            depths: The depths to return, a subset of the store's in ascending order; all by default.
+
+        Raises:
+            SampleNotFound: no such sample.
+            DamagedSample: a file is missing, short or altered.
+            ValueError: the store lacks one of the depths.
+        """
+        key, source_id, source = self._resolve(which)
+        rows = self._rows(depths)
+        record = self.record(key)
+        states_LTH = self._read_states(record, rows)
+        input_ids_T = np.frombuffer(self._read_small(record, "input_ids/c.0"), dtype="<i4")
+        mask_T = np.frombuffer(self._read_small(record, "loss_mask/c.0"), dtype=np.int8).astype(np.bool_)
+        if source is not None and source.spans is not None:
+            mask_T = from_spans(source.spans, record.num_tokens)
+        return StoredSample(
+            key=key,
+            source_id=source_id,
+            depths=tuple(self.identity.depths[row] for row in rows),
+            dtype=record.dtype,
+            states_LTH=states_LTH,
+            input_ids_T=input_ids_T,
+            loss_mask_T=mask_T,
+            next_token=record.next_token,
+        )
+
+    def record(self, key: str) -> Record:
+        """The sample's completion record, checked against itself and against this store.
+
+        Raises:
+            SampleNotFound: it is not committed.
+            DamagedSample: it is not what was committed.
+        """
+        try:
+            document = self._backend.read(f"{sample_path(key)}/{RECORD}")
+        except FileNotFoundError:
+            if key in self._entries:
+                raise DamagedSample(key, "its zarr.json is missing") from None
+            raise SampleNotFound(f"{self.url} has no sample {key}") from None
+        try:
+            record = layout.parse_record(document)
+        except ValueError as error:
+            raise DamagedSample(key, str(error)) from error
+        if record.key != key or record.identity != self.identity.digest:
+            raise DamagedSample(key, "its zarr.json belongs to another sample or store")
+        return record
+
+    def _resolve(self, which: int | str) -> tuple[str, str | None, Source | None]:
+        if not isinstance(which, str):
+            key = self._keys[which]
+        elif which in self._sources:
+            return self._sources[which].key, which, self._sources[which]
+        elif layout.is_key(which):
+            key = which
+        else:
+            raise self._not_found(which)
+        return key, next(iter(self._by_key.get(key, ())), None), None
+
+    def _not_found(self, which: str) -> SampleNotFound:
+        return SampleNotFound(f"{self.url} has no sample with source id or key {which!r}")
+
+    def _rows(self, depths: Sequence[int] | None) -> list[int]:
+        if depths is None:
+            return list(range(len(self.identity.depths)))
+        absent = [depth for depth in depths if depth not in self.identity.depths]
+        if absent or list(depths) != sorted(set(depths)) or not depths:
+            raise ValueError(f"depths {list(depths)}: choose from {list(self.identity.depths)}, ascending, each once")
+        return [self.identity.depths.index(depth) for depth in depths]
+
+    def _read_file(self, record: Record, path: str) -> bytes:
+        try:
+            data: bytes = self._backend.read(f"{sample_path(record.key)}/{path}")
+        except (FileNotFoundError, NotADirectoryError):
+            raise DamagedSample(record.key, f"{path} is missing") from None
+        if len(data) != record.objects[path][0]:
+            raise DamagedSample(record.key, f"{path} has {len(data)} bytes instead of {record.objects[path][0]}")
+        if google_crc32c.value(data) != record.objects[path][1]:
+            raise DamagedSample(record.key, f"{path} does not match its checksum")
+        return data
+
+    def _read_small(self, record: Record, path: str) -> bytes:
+        self._read_file(record, path.split("/")[0] + "/zarr.json")
+        return self._read_file(record, path)[:-4]
+
+    def _read_states(self, record: Record, rows: Sequence[int]) -> npt.NDArray[Any]:
+        self._read_file(record, "hidden_states/zarr.json")
+        spec, num_tokens = self.spec, record.num_tokens
+        states_LTH = np.empty((len(rows), num_tokens, spec.hidden_size), dtype=spec.stored_dtype)
+        width = min(num_tokens, layout.CHUNK_TOKENS)
+        whole = len(rows) == spec.num_depths and num_tokens == width
+        chunk_LtH = states_LTH if whole else np.empty(spec.shape(width), dtype=spec.stored_dtype)
+        for j in range(layout.num_chunks(num_tokens)):
+            data = self._read_file(record, f"hidden_states/c.0.{j}.0")
+            try:
+                blosc.decompress(memoryview(data)[:-4], chunk_LtH)
+            except (RuntimeError, ValueError) as error:
+                raise DamagedSample(record.key, f"chunk {j} of its states does not decode") from error
+            if not whole:
+                rows_left = min(width, num_tokens - j * width)
+                states_LTH[:, j * width : j * width + rows_left] = chunk_LtH[rows, :rows_left]
+        return states_LTH
+
+
+def _unseal(data: bytes) -> bytes | None:
+    content = data[:-4]
+    return content if google_crc32c.value(content).to_bytes(4, "little") == data[-4:] else None
+
+
+def open_store(url: str | os.PathLike[str]) -> Reader:
+    """Open a store for reading: ``tasks.store.open``."""
+    return Reader(url)

@@ -1,0 +1,116 @@
+"""Staging: a sample's data files are encoded and written where no reader looks.
+
+Runs in the engine's worker process, in its writer threads. Encoding, checksums and writes release the GIL.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+import numpy.typing as npt
+
+from tasks.store.errors import storage_failures
+from tasks.store.layout import CHUNK_TOKENS, StateSpec, check_key, num_chunks, seal, staged_paths
+
+# Larger files are flushed when written, so that the page cache does not fill up with states ahead of the disk;
+# smaller ones are flushed together by the commit, which spares small samples most of the cost.
+FLUSH_BYTES = 1 << 20
+
+
+def stage_states(
+    staging: str | Path,
+    key: str,
+    spec: StateSpec | Mapping[str, Any],
+    states_LTH: npt.NDArray[Any],
+    input_ids: npt.ArrayLike,
+    executor: Executor | None = None,
+) -> dict[str, tuple[int, int]]:
+    """Encode a sample and write its data files under ``staging/key/``; the completion record is not among them.
+
+    Staging a key again replaces what was staged before. Memory beyond the states is one chunk a thread.
+
+    Args:
+        staging: Directory from :meth:`tasks.store.Store.staging`.
+        key: The sample's key.
+        spec: :class:`StateSpec` of the store, or its ``to_dict()``.
+        states_LTH: [L, T, H] uint16 with the bits of bfloat16, or float32, as ``spec.dtype`` says.
+        input_ids: [T], the token ids that the states belong to.
+        executor: Encodes a long sample's chunks in parallel where given; must not be the caller's own pool.
+
+    Returns:
+        {path relative to the sample: (bytes, crc32c)} of each file written.
+
+    Raises:
+        ValueError: shape or element type differs from the spec.
+        StorageFailure: the disk is full, read-only or not permitted.
+    """
+    if not isinstance(spec, StateSpec):
+        spec = StateSpec(**spec)
+    ids_T = np.ascontiguousarray(input_ids, dtype="<i4")
+    num_tokens = len(ids_T)
+    if states_LTH.shape != spec.shape(num_tokens) or num_tokens == 0:
+        raise ValueError(f"states have shape {states_LTH.shape}, the store needs {spec.shape(num_tokens)}")
+    if states_LTH.dtype != spec.stored_dtype:
+        raise ValueError(f"states are {states_LTH.dtype}, the store keeps {spec.dtype} as {spec.stored_dtype}")
+
+    directory = Path(staging) / check_key(key)
+    with storage_failures(directory):
+        for array in ("hidden_states", "input_ids"):
+            (directory / array).mkdir(parents=True, exist_ok=True)
+        paths = iter(staged_paths(num_tokens))
+        written = {}
+
+        def write(*parts: bytes) -> None:
+            path = next(paths)
+            written[path] = write_file(directory / path, *parts)
+
+        write(spec.templates.array("hidden_states", num_tokens))
+        run = executor.map if executor is not None else map
+        # An executor would take all chunks at once; a window keeps memory bounded.
+        for window in _windows(num_chunks(num_tokens), 16):
+            for payload, checksum in run(lambda j: spec.encode(_chunk(states_LTH, j, spec)), window):
+                write(payload, checksum)
+        write(spec.templates.array("input_ids", num_tokens))
+        write(seal(ids_T.tobytes()))
+    return written
+
+
+def _windows(count: int, size: int) -> Iterator[range]:
+    for start in range(0, count, size):
+        yield range(start, min(start + size, count))
+
+
+def _chunk(states_LTH: npt.NDArray[Any], j: int, spec: StateSpec) -> npt.NDArray[Any]:
+    """Chunk j of the grid, contiguous; padded with the fill value where the sample ends inside it."""
+    num_tokens = states_LTH.shape[1]
+    if num_tokens <= CHUNK_TOKENS:
+        return np.ascontiguousarray(states_LTH)
+    rows = states_LTH[:, j * CHUNK_TOKENS : (j + 1) * CHUNK_TOKENS]
+    if rows.shape[1] == CHUNK_TOKENS:
+        return np.ascontiguousarray(rows)
+    padded = np.full(spec.shape(CHUNK_TOKENS), spec.fill_value, dtype=spec.stored_dtype)
+    padded[:, : rows.shape[1]] = rows
+    return padded
+
+
+def write_file(path: Path, *parts: bytes) -> tuple[int, int]:
+    """Write a file; returns its bytes and crc32c. Large ones are flushed to the disk before this returns."""
+    crc = 0
+    for part in parts:
+        crc = google_crc32c.extend(crc, part)
+    size = sum(map(len, parts))
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        for part in parts:
+            view = memoryview(part)
+            while view:
+                view = view[os.write(descriptor, view) :]
+        if size >= FLUSH_BYTES:
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return size, crc

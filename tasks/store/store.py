@@ -1,0 +1,483 @@
+"""Writing: what is missing, stage, commit, record.
+
+The order is fixed. A sample's files are staged; when the verification has accepted it, :meth:`Store.commit` makes
+it visible in one step; :meth:`Store.record` then lists it in the manifest. A run killed at any point leaves
+either a whole sample or none, and the next run finds what was committed even where the manifest has no word of it.
+
+One run writes to a store at a time; a second is refused (:class:`StoreBusy`) and can be told to wait.
+"""
+
+import json
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import TypeAdapter
+
+from tasks.store import layout
+from tasks.store.backend import Backend, open_backend
+from tasks.store.errors import DamagedSample, IdentityMismatch, NotAStore, StoreBusy, StoreError, storage_failures
+from tasks.store.layout import PRIVATE, RECORD, Record, StateSpec, sample_path
+from tasks.store.manifest import Batch, Entry, Manifest, Source, to_spans
+from tasks.store.stage import write_file
+from tasks.vocabulary import Identity, Objects
+
+FORMAT = "layertap"
+QUARANTINE = f"{PRIVATE}/quarantine"
+RUNS = f"{PRIVATE}/runs"
+_SAFE_RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass(frozen=True, eq=False)
+class FinalNorm:
+    """The model's norm after the last layer, so that readers can apply it to r_L."""
+
+    weight: npt.NDArray[np.float32]
+    """[H]"""
+    eps: float
+    kind: str = "rms"
+
+
+@dataclass(frozen=True, eq=False)
+class StagedSample:
+    """A verified sample, ready to commit."""
+
+    key: str
+    num_tokens: int
+    objects: Objects
+    """What staging returned."""
+    loss_mask: npt.ArrayLike
+    """[T], true where a trainer supervises the token."""
+    next_token: int | None = None
+    sources: tuple[str, ...] = ()
+    """Source ids known at commit time, kept with the sample so that the manifest can be rebuilt."""
+    capture: Mapping[str, Any] = field(default_factory=dict)
+    """What the verification leaves with the sample (digests, norms); plain JSON."""
+
+
+@dataclass(frozen=True, eq=False)
+class SourceRecord:
+    """A source id, the key of its tokens, and its own loss mask [T]."""
+
+    source_id: str
+    key: str
+    loss_mask: npt.ArrayLike
+
+
+@dataclass(frozen=True)
+class Quarantined:
+    """A sample that the verification refused; never counts as done."""
+
+    key: str
+    sources: tuple[str, ...]
+    reason: str
+    detail: str
+    evidence: Any = None
+    run: str = ""
+    time: str = ""
+
+
+def describe(backend: Backend) -> dict[str, Any]:
+    """Attributes of a store's root group.
+
+    Raises:
+        NotAStore: no store there, or one of a newer layout.
+    """
+    try:
+        attributes = json.loads(backend.read(RECORD))["attributes"]
+    except FileNotFoundError:
+        raise NotAStore(f"there is no store at {backend.url}") from None
+    except (ValueError, KeyError, TypeError):
+        raise NotAStore(f"{backend.url}/zarr.json is not the root of a layertap store") from None
+    if attributes.get("format") != FORMAT:
+        raise NotAStore(f"{backend.url} is a Zarr group, but not a layertap store")
+    if attributes["layout"] != layout.LAYOUT:
+        raise NotAStore(
+            f"{backend.url} has layout {attributes['layout']}, this version reads {layout.LAYOUT}: use a newer layertap"
+        )
+    return dict(attributes)
+
+
+def stored_identity(backend: Backend) -> Identity:
+    """Identity of the extraction that a store holds."""
+    return TypeAdapter(Identity).validate_python(describe(backend)["identity"])
+
+
+def probe(backend: Backend, key: str) -> Record:
+    """Read a sample's completion record and check the sizes of its files.
+
+    Raises:
+        FileNotFoundError: no such sample is committed.
+        DamagedSample: it is committed, but not whole.
+    """
+    document = backend.read(f"{sample_path(key)}/{RECORD}")
+    try:
+        record = layout.parse_record(document)
+    except ValueError as error:
+        raise DamagedSample(key, str(error)) from error
+    if record.key != key:
+        raise DamagedSample(key, f"its zarr.json is that of sample {record.key}")
+    present = backend.sizes(key)
+    for path, (size, _) in record.objects.items():
+        if path not in present:
+            raise DamagedSample(key, f"{path} is missing")
+        if present[path] != size:
+            raise DamagedSample(key, f"{path} has {present[path]} bytes instead of {size}")
+    return record
+
+
+class Store:
+    """A store opened for writing; a context manager. Methods may be called from several threads."""
+
+    def __init__(self, backend: Backend, identity: Identity, run: str) -> None:
+        """Use :meth:`open`."""
+        self.backend = backend
+        self.identity = identity
+        self.spec = StateSpec.of(identity)
+        self.run = run
+        self._lock = threading.RLock()
+        self._lease = backend.lease(run)
+        self._pending = Batch()
+        self._staging: Path | None = None
+        try:
+            self.collected = backend.collect_staging()
+            self.manifest = Manifest(backend).load()
+            self.manifest.merge(run)
+            self._quarantined = {name.removesuffix(".json") for name in backend.names(QUARANTINE)}
+            self._shards = set(backend.names("samples"))
+        except BaseException:
+            self._lease.release()
+            raise
+
+    @property
+    def url(self) -> str:
+        return self.backend.url
+
+    @classmethod
+    def open(
+        cls,
+        url: str | os.PathLike[str],
+        identity: Identity,
+        *,
+        run: str = "run",
+        final_norm: FinalNorm | None = None,
+        wait_s: float = 0.0,
+    ) -> "Store":
+        """Create the store, or open it for writing.
+
+        Args:
+            url: Local path, ``file://`` or object store URL such as ``s3://bucket/prefix``.
+            identity: What the samples of the store have in common.
+            run: Name of the run, for provenance and for whoever finds the store busy.
+            final_norm: Stored on creation.
+            wait_s: How long to wait for another run to let go of the store.
+
+        Raises:
+            IdentityMismatch: the store holds another extraction; says which fields differ, and both values.
+            StoreBusy: another run is writing to it.
+            StorageFailure: the place cannot be written to.
+        """
+        if not _SAFE_RUN.fullmatch(run):
+            raise ValueError(f"run name {run!r} must be letters, digits, '.', '_' and '-'")
+        backend = open_backend(url)
+        try:
+            _refuse_other(backend, identity)
+        except NotAStore:
+            if RECORD in backend.names(""):
+                raise
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                store = cls(backend, identity, run)
+                break
+            except StoreBusy:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(min(1.0, max(0.01, deadline - time.monotonic())))
+        try:
+            store._create(final_norm)
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    def _create(self, final_norm: FinalNorm | None) -> None:
+        if RECORD in self.backend.names(""):
+            _refuse_other(self.backend, self.identity)
+            return
+        documents = {
+            # An array keeps readers that walk the hierarchy out of this directory, without a warning.
+            f"{PRIVATE}/{path}": data
+            for path, data in layout.array_documents(
+                np.zeros(0, dtype=np.uint8), ["nothing"], {"purpose": "bookkeeping of the store; not data"}
+            ).items()
+        }
+        attributes: dict[str, Any] = {
+            "format": FORMAT,
+            "layout": layout.LAYOUT,
+            "identity": asdict(self.identity),
+            "identity_digest": self.identity.digest,
+            "logical_dtype": self.identity.dtype,
+            "chunk_tokens": layout.CHUNK_TOKENS,
+            "created": _now(),
+        }
+        if final_norm is not None:
+            attributes["final_norm"] = {"kind": final_norm.kind, "eps": final_norm.eps, "weight": "final_norm_weight"}
+            for path, data in layout.array_documents(
+                np.asarray(final_norm.weight, dtype=np.float32), ["hidden"], {}
+            ).items():
+                documents[f"final_norm_weight/{path}"] = data
+        documents[f"samples/{RECORD}"] = layout.group_document()
+        for path, data in documents.items():
+            self.backend.put(path, data)
+        self.backend.put(RECORD, layout.group_document(attributes))
+
+    def __enter__(self) -> "Store":
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let other runs write to the store, and drop what is staged."""
+        if self._staging is not None:
+            self.backend.drop_staging(self._staging)
+            self._staging = None
+        self._lease.release()
+
+    # --- what is there
+
+    def missing(self, planned: Iterable[tuple[str, int]]) -> list[str]:
+        """Keys, in the order given, of samples that are not in the store whole.
+
+        A sample counts as present if it is committed with this length and all its files have the sizes that were
+        committed. The manifest says what to look for; a key it does not list is looked up in the store itself.
+
+        Args:
+            planned: (key, tokens) of each sample.
+        """
+        planned = list(dict(planned).items())
+        with self._lock:
+            entries = {**self.manifest.entries, **self._pending.entries}
+        listed = (
+            (key, entries[key].num_tokens, entries[key].sizes)
+            for key, num_tokens in planned
+            if key in entries and entries[key].num_tokens == num_tokens
+        )
+        absent = set(self.backend.incomplete(listed))
+        for key, num_tokens in planned:
+            if key not in entries:
+                record = self._adopt(key)
+                if record is None or record.num_tokens != num_tokens:
+                    absent.add(key)
+            elif entries[key].num_tokens != num_tokens:
+                absent.add(key)
+        return [key for key, _ in planned if key in absent]
+
+    def _adopt(self, key: str) -> Record | None:
+        """Take up a whole sample that the manifest does not list, since a run died before it wrote that."""
+        if key[:2] not in self._shards:
+            return None
+        try:
+            record = probe(self.backend, key)
+        except (FileNotFoundError, DamagedSample):
+            return None
+        if record.identity != self.identity.digest:
+            return None
+        with self._lock:
+            self._pending.entries[key] = Entry.of(record)
+        return record
+
+    # --- stage, commit, record
+
+    def staging(self) -> Path:
+        """Directory to stage samples in; the same for the whole run, removed when the store is closed."""
+        with self._lock:
+            if self._staging is None:
+                self._staging = self.backend.staging(self.run)
+            return self._staging
+
+    def commit(self, samples: Sequence[StagedSample]) -> list[str]:
+        """Make staged samples visible, each in one step; returns the keys that this call committed.
+
+        A key that is in the store already, whole, stays as it is. A damaged one is set aside first.
+
+        Raises:
+            StoreError: a staged file is missing or has another size than its receipt says; nothing is committed.
+            StorageFailure: disk full, read-only and the like. Samples already committed stay.
+        """
+        if not samples:
+            return []
+        staging = self.staging()
+        self._lease.check()
+        for sample in samples:
+            self._check_staged(staging, sample)
+        with self._lock:
+            fresh = [sample for sample in samples if self._make_way(sample)]
+            publishable = [(staging / sample.key, sample.key, self._finish(staging, sample)) for sample in fresh]
+            done = self.backend.publish(publishable)
+            committed = []
+            for (_, key, document), won in zip(publishable, done, strict=True):
+                if not won:
+                    continue
+                committed.append(key)
+                self._pending.entries[key] = Entry.of(layout.parse_record(document))
+                self._release(key)
+        return committed
+
+    def _check_staged(self, staging: Path, sample: StagedSample) -> None:
+        paths = layout.staged_paths(sample.num_tokens)
+        if set(sample.objects) != set(paths):
+            raise StoreError(f"sample {sample.key}: the staged files are {sorted(sample.objects)}, not {sorted(paths)}")
+        for path in paths:
+            file = staging / layout.check_key(sample.key) / path
+            try:
+                size = file.stat().st_size
+            except FileNotFoundError:
+                raise StoreError(f"sample {sample.key}: staged file {path} is missing") from None
+            if size != sample.objects[path][0]:
+                raise StoreError(
+                    f"sample {sample.key}: staged file {path} has {size} bytes instead of {sample.objects[path][0]}"
+                )
+        if np.shape(sample.loss_mask) != (sample.num_tokens,):
+            raise ValueError(
+                f"sample {sample.key}: the loss mask has shape {np.shape(sample.loss_mask)}, not ({sample.num_tokens},)"
+            )
+
+    def _make_way(self, sample: StagedSample) -> bool:
+        """Whether the key is free to commit to."""
+        try:
+            record = probe(self.backend, sample.key)
+        except FileNotFoundError:
+            leftovers = bool(self.backend.sizes(sample.key))
+        except DamagedSample:
+            leftovers = True
+        else:
+            self._pending.entries.setdefault(sample.key, Entry.of(record))
+            return False
+        if leftovers:
+            self.backend.set_aside(sample.key)
+        return True
+
+    def _finish(self, staging: Path, sample: StagedSample) -> bytes:
+        """Write the loss mask beside the staged files; returns the completion record."""
+        directory = staging / sample.key
+        mask_T = np.asarray(sample.loss_mask, dtype=np.bool_)
+        objects = {path: list(sample.objects[path]) for path in layout.staged_paths(sample.num_tokens)}
+        with storage_failures(directory):
+            (directory / "loss_mask").mkdir(exist_ok=True)
+            for path, data in (
+                ("loss_mask/zarr.json", self.spec.templates.array("loss_mask", sample.num_tokens)),
+                ("loss_mask/c.0", layout.seal(mask_T.astype(np.int8).tobytes())),
+            ):
+                objects[path] = list(write_file(directory / path, data))
+        shard = sample.key[:2]
+        if shard not in self._shards:
+            self.backend.put(f"samples/{shard}/{RECORD}", layout.group_document())
+            self._shards.add(shard)
+        return self.spec.templates.record(
+            sample.num_tokens,
+            {
+                "layout": layout.LAYOUT,
+                "key": sample.key,
+                "identity": self.identity.digest,
+                "num_tokens": sample.num_tokens,
+                "depths": list(self.identity.depths),
+                "logical_dtype": self.identity.dtype,
+                "next_token": sample.next_token,
+                "sources": list(sample.sources),
+                "mask": layout.mask_digest(mask_T),
+                "run": self.run,
+                "capture": dict(sample.capture),
+                "objects": objects,
+            },
+        )
+
+    def record(self, sources: Iterable[SourceRecord] = ()) -> None:
+        """List in the manifest what was committed since the last call, and which sources share which samples.
+
+        Sources that are recorded already with the same key and mask cost nothing, so a rerun may pass them all.
+
+        Raises:
+            KeyError: a source's sample is not in the store.
+        """
+        with self._lock:
+            self._lease.check()
+            batch = Batch(dict(self._pending.entries))
+            for source in sources:
+                entry = batch.entries.get(source.key) or self.manifest.entries[source.key]
+                own = layout.mask_digest(source.loss_mask) != entry.mask
+                recorded = Source(source.key, to_spans(source.loss_mask) if own else None)
+                if self.manifest.sources.get(source.source_id) != recorded:
+                    batch.sources[source.source_id] = recorded
+            self.manifest.append(batch, self.run)
+            self._pending = Batch()
+
+    # --- what was refused, and provenance
+
+    def quarantine(self, key: str, sources: Sequence[str], reason: str, detail: str, evidence: Any = None) -> None:
+        """Note that the verification refused a sample; its staged files are dropped."""
+        refused = Quarantined(layout.check_key(key), tuple(sources), reason, detail, evidence, self.run, _now())
+        with self._lock:
+            self.backend.put(f"{QUARANTINE}/{key}.json", json.dumps(asdict(refused), indent=1, default=str).encode())
+            self._quarantined.add(key)
+            if self._staging is not None:
+                shutil.rmtree(self._staging / key, ignore_errors=True)
+
+    def _release(self, key: str) -> None:
+        if key in self._quarantined:
+            self.backend.remove(f"{QUARANTINE}/{key}.json")
+            self._quarantined.discard(key)
+
+    def write_provenance(self, provenance: Mapping[str, Any]) -> None:
+        """Keep what is known of this run (versions, hardware, engine arguments); secrets are blanked."""
+        document = {"run": self.run, "time": _now(), **without_secrets(dict(provenance))}
+        name = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{self.run}.json"
+        self.backend.put(f"{RUNS}/{name}", json.dumps(document, indent=1, default=str).encode())
+
+
+_SECRET = re.compile(r"token$|secret|passw|api_?key|credential|authorization|private_?key|access_?key", re.IGNORECASE)
+_URL_SECRET = re.compile(r"(?<=://)[^/@\s]+@")
+
+
+def without_secrets(value: Any) -> Any:
+    """A copy with the values of secret-looking names, and credentials within URLs, blanked."""
+    if isinstance(value, Mapping):
+        return {
+            str(name): "(removed)" if _SECRET.search(str(name)) and inner is not None else without_secrets(inner)
+            for name, inner in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [without_secrets(inner) for inner in value]
+    return _URL_SECRET.sub("", value) if isinstance(value, str) else value
+
+
+def _refuse_other(backend: Backend, identity: Identity) -> None:
+    stored = stored_identity(backend)
+    if stored.digest == identity.digest:
+        return
+    ours, theirs = asdict(identity), asdict(stored)
+    differences = "\n".join(
+        f"  {name}: the store has {theirs[name]!r}, this run {ours[name]!r}"
+        for name in ours
+        if ours[name] != theirs[name]
+    )
+    raise IdentityMismatch(
+        f"{backend.url} holds another extraction:\n{differences}\nChoose another store, or make the settings equal"
+    )
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

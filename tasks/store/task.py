@@ -1,0 +1,69 @@
+"""The store as the flow sees it: opened for a run, and the commit of one chunk as a Prefect task."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from tasks.model import Checkpoint, final_norm
+from tasks.report.summary import Outcome
+from tasks.samples import SampleTable
+from tasks.store.store import FinalNorm, SourceRecord, StagedSample, Store
+from tasks.vocabulary import Chunk, Identity, PlannedSample, Verdict
+
+
+def open_store(url: str, identity: Identity, checkpoint: Checkpoint, run: str) -> Store:
+    """Open or create the store for this run; a context manager."""
+    weight, eps = final_norm(checkpoint)
+    return Store.open(url, identity, run=run, final_norm=FinalNorm(weight, eps))
+
+
+def record_reused(chunks: Sequence[Chunk], table: SampleTable, store: Store) -> int:
+    """Let new source ids of samples that are in the store already resolve to them; returns how many samples."""
+    missing = {sample.key for chunk in chunks for sample in chunk.missing}
+    reused = [sample for chunk in chunks for sample in chunk.samples if sample.key not in missing]
+    _record_sources(reused, table, store)
+    return len(reused)
+
+
+@task(name="commit", task_run_name="commit {chunk.name}", cache_policy=NO_CACHE, persist_result=False)
+def commit_chunk(chunk: Chunk, verdicts: Sequence[Verdict], table: SampleTable, store: Store) -> Outcome:
+    """Commit the accepted samples, quarantine the others, and record the sources of those committed."""
+    planned = {sample.key: sample for sample in chunk.missing}
+    accepted = [verdict for verdict in verdicts if verdict.accepted]
+    refused = [verdict for verdict in verdicts if not verdict.accepted]
+    staged = [_staged(planned[verdict.key], verdict, table) for verdict in accepted]
+    store.commit(staged)
+    for verdict in refused:
+        sources = [table[row].source_id for row in planned[verdict.key].rows]
+        evidence = [asdict(receipt) for receipt in verdict.receipts]
+        store.quarantine(verdict.key, sources, verdict.reason or "", verdict.detail, evidence)
+    _record_sources([planned[verdict.key] for verdict in accepted], table, store)
+    return Outcome(
+        extracted=len(staged),
+        tokens=sum(sample.num_tokens for sample in staged),
+        state_bytes=sum(store.spec.nbytes(sample.num_tokens) for sample in staged),
+        stored_bytes=sum(size for sample in staged for size, _ in sample.objects.values()),
+        refused=refused,
+    )
+
+
+def _record_sources(samples: Sequence[PlannedSample], table: SampleTable, store: Store) -> None:
+    rows = (table[row] for sample in samples for row in sample.rows)
+    store.record(SourceRecord(row.source_id, row.key, row.loss_mask) for row in rows)
+
+
+def _staged(sample: PlannedSample, verdict: Verdict, table: SampleTable) -> StagedSample:
+    receipt = next(r for r in verdict.receipts if r.objects is not None)
+    rows = [table[row] for row in sample.rows]
+    return StagedSample(
+        key=sample.key,
+        num_tokens=sample.num_tokens,
+        objects=receipt.objects or {},
+        loss_mask=rows[0].loss_mask,
+        next_token=receipt.next_token,
+        sources=tuple(row.source_id for row in rows),
+        # Left with the sample, so that it can be audited later without the engine.
+        capture={"digests": receipt.digests, "rms": receipt.rms, "ranks": receipt.world_size},
+    )

@@ -1,0 +1,18 @@
+"""What a user says of the checks."""
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Audit(BaseModel):
+    """How strictly samples are judged, and how much of it is shown."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_zero_rows: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="All-zero rows that a sample may have at one depth; a trained model has none."
+    )
+    table_rows: Annotated[int, Field(ge=1, le=500)] = Field(
+        default=200, description="Rows of a chunk's audit table in the Prefect UI, worst first."
+    )

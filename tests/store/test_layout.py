@@ -1,0 +1,99 @@
+"""The layout is what stock zarr writes and any reader opens."""
+
+import json
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import zarr
+from zarr.storage import MemoryStore
+
+from tasks.store import Store, layout
+from tasks.store.layout import CHUNK_TOKENS, StateSpec
+from tests.store.conftest import fill, identity, make
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("num_tokens", [1, 7, CHUNK_TOKENS - 1, CHUNK_TOKENS, CHUNK_TOKENS + 1, 1000, 32768])
+def test_metadata_is_byte_for_byte_what_stock_zarr_writes(dtype: str, num_tokens: int) -> None:
+    spec = StateSpec(4, 576, dtype)
+    attributes = {"layout": 1, "sources": ['é "quoted"', '{"ANY": 1}'], "objects": {"a": [1, 2]}}
+    record = spec.templates.record(num_tokens, attributes)
+    files: dict[str, Any] = {}
+    with zarr.config.set({"json_indent": None}), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        group = zarr.create_group(
+            MemoryStore(files), attributes={**attributes, "crc32c": json.loads(record)["attributes"]["crc32c"]}
+        )
+        layout.create_arrays(group, spec, num_tokens, min(num_tokens, CHUNK_TOKENS))
+        zarr.consolidate_metadata(group.store)
+    stock = {path: buffer.to_bytes() for path, buffer in files.items()}
+    ours = {f"{n}/zarr.json": spec.templates.array(n, num_tokens) for n in ("hidden_states", "input_ids", "loss_mask")}
+    assert {**ours, "zarr.json": record} == stock
+
+
+@pytest.mark.parametrize("num_tokens", [5, CHUNK_TOKENS, 2 * CHUNK_TOKENS + 3])
+def test_files_are_byte_for_byte_what_stock_zarr_writes(store: Store, num_tokens: int) -> None:
+    sample = make(store.identity, num_tokens)
+    fill(store, [sample])
+    files: dict[str, Any] = {}
+    with zarr.config.set({"json_indent": None, "array.write_empty_chunks": True}):
+        group = zarr.create_group(MemoryStore(files))
+        layout.create_arrays(group, store.spec, num_tokens, min(num_tokens, CHUNK_TOKENS))
+        group["hidden_states"][:] = sample.states
+        group["input_ids"][:] = sample.input_ids
+        group["loss_mask"][:] = sample.loss_mask
+    directory = store.backend.root / layout.sample_path(sample.key)
+    assert {p: (directory / p).read_bytes() for p in layout.object_paths(num_tokens)} == {
+        path: buffer.to_bytes() for path, buffer in files.items() if path != "zarr.json"
+    }
+
+
+def test_equal_prefixes_give_equal_chunks(store: Store) -> None:
+    long = make(store.identity, 3 * CHUNK_TOKENS)
+    spec = store.spec
+    assert spec.encode(np.ascontiguousarray(long.states[:, :CHUNK_TOKENS])) == spec.encode(
+        np.ascontiguousarray(long.states[:, : 2 * CHUNK_TOKENS][:, :CHUNK_TOKENS])
+    )
+
+
+def test_stock_zarr_walks_the_whole_store_without_a_warning(store: Store) -> None:
+    samples = [make(store.identity, n) for n in (1, 300)]
+    fill(store, samples)
+    root = zarr.open_group(store.url, mode="r")
+    assert root.attrs["identity"]["depths"] == [3, 15, 28, 30]
+    walked = dict(root.members(max_depth=None))
+    for sample in samples:
+        path = layout.sample_path(sample.key)
+        np.testing.assert_array_equal(walked[f"{path}/hidden_states"][:], sample.states)
+        np.testing.assert_array_equal(walked[f"{path}/input_ids"][:], sample.input_ids)
+        np.testing.assert_array_equal(walked[f"{path}/loss_mask"][:], sample.loss_mask)
+        assert walked[path].attrs["next_token"] == 7
+
+
+def test_xarray_opens_a_sample_without_a_warning(store: Store) -> None:
+    xarray = pytest.importorskip("xarray")
+    sample = make(store.identity, 300)
+    fill(store, [sample])
+    with xarray.open_zarr(f"{store.url}/{layout.sample_path(sample.key)}", chunks=None) as dataset:
+        assert dict(dataset.sizes) == {"depth": 4, "token": 300, "hidden": 32}
+        np.testing.assert_array_equal(dataset["input_ids"], sample.input_ids)
+
+
+def test_a_key_is_hex_and_nothing_else() -> None:
+    for text in ("../../etc/passwd", "A" * 64, "a" * 63, "a" * 64 + "\n"):
+        with pytest.raises(ValueError, match="no sample key"):
+            layout.sample_path(text)
+
+
+def test_a_record_that_was_altered_anywhere_is_refused(store: Store) -> None:
+    sample = make(identity(), 5)
+    fill(store, [sample])
+    document = store.backend.read(f"{layout.sample_path(sample.key)}/zarr.json")
+    layout.parse_record(document)
+    for position in range(len(document)):
+        altered = bytearray(document)
+        altered[position] ^= 1 << (position % 8)
+        with pytest.raises(ValueError, match=r"its zarr\.json"):
+            layout.parse_record(bytes(altered))

@@ -1,0 +1,52 @@
+"""Digests: any change of values, places or signs shows."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tasks.digest import row_digests, sample_digest
+
+STATES = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+
+
+def digest(rows: torch.Tensor) -> str:
+    return sample_digest(row_digests(rows).numpy())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@given(row=st.integers(0, 63), column=st.integers(0, 31), bit=st.integers(0, 15))
+def test_any_flipped_bit_shows(dtype: torch.dtype, row: int, column: int, bit: int) -> None:
+    states = STATES.to(dtype)
+    changed = states.clone()
+    bits = changed.view(torch.int16 if dtype == torch.bfloat16 else torch.int32)
+    bits[row, column] ^= torch.tensor(1 << bit if bit < 15 else -(1 << 15)).to(bits.dtype)
+    assert digest(changed) != digest(states)
+
+
+@given(st.integers(0, 63), st.integers(0, 63))
+def test_swapped_rows_show(a: int, b: int) -> None:
+    order = list(range(64))
+    order[a], order[b] = order[b], order[a]
+    assert (digest(STATES[order]) == digest(STATES)) == (a == b)
+
+
+@given(st.integers(1, 31))
+def test_rotated_columns_show(shift: int) -> None:
+    assert digest(STATES.roll(shift, dims=1)) != digest(STATES)
+
+
+@given(st.integers(1, 63))
+def test_shifted_rows_show(shift: int) -> None:
+    assert digest(STATES.roll(shift, dims=0)) != digest(STATES)
+
+
+def test_negative_zero_is_another_value() -> None:
+    zeros = torch.zeros(1, 4)
+    assert digest(-zeros) != digest(zeros)
+
+
+def test_pieces_have_the_same_row_digests_as_the_whole() -> None:
+    pieces = [row_digests(STATES[:7]), row_digests(STATES[7:])]
+    assert np.array_equal(torch.cat(pieces).numpy(), row_digests(STATES).numpy())
