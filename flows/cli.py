@@ -2,15 +2,29 @@
 
 import os
 import sys
+import warnings
 from typing import Annotated, Any
 
-# Before Prefect is imported: a server started for one run may need long on a busy machine, and reports home to nobody.
-os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "180")
-os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
-os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")
+# Read when Prefect, vLLM and torch are imported; what the user has set stays.
+DEFAULTS = {
+    # A server started for one run may need long on a busy machine, and nothing reports home.
+    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "180",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    # Prefect's records and tracebacks go to the server; a terminal shows this project's messages instead.
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
+    "PREFECT_LOGGING_EXTRA_LOGGERS": "layertap",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "PYTHONWARNINGS": "ignore::FutureWarning",
+}
+for name, value in DEFAULTS.items():
+    os.environ.setdefault(name, value)
 
 import typer
 from rich.console import Console
+from rich.logging import RichHandler
+
+from tasks.report.log import logger
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 console = Console()
@@ -38,6 +52,7 @@ def extract(
         raise _stop(error) from None
     from flows.extract import extract as flow  # Prefect takes seconds to import; a bad preset need not wait for it
 
+    _log_to_terminal()
     state = flow(extraction, dataset, limit, store, chunk_tokens, return_state=True)
     outcome: Any = state.result(raise_on_failure=False)
     if isinstance(outcome, BaseException):
@@ -62,6 +77,11 @@ def show(
         show_samples(reader.listing(), len(reader), limit, console)
     except StoreError as error:
         raise _stop(error) from None
+
+
+def _log_to_terminal() -> None:
+    logger.addHandler(RichHandler(console=Console(stderr=True), show_path=False, show_time=False, highlighter=None))
+    warnings.filterwarnings("ignore", category=FutureWarning)
 
 
 def _stop(error: BaseException) -> typer.Exit:

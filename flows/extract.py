@@ -61,7 +61,9 @@ def extract(
         tempfile.TemporaryDirectory(prefix="layertap-") as scratch,
         open_store(wanted.store, identity, checkpoint, run) as target,
     ):
-        table, summary.input = tokenize_data(wanted.data, checkpoint, identity, wanted.engine.max_model_len, Path(scratch))
+        table, summary.input = tokenize_data(
+            wanted.data, checkpoint, identity, wanted.engine.max_model_len, Path(scratch)
+        )
         chunks = plan_chunks(table, target, wanted.chunk_tokens)
         summary.reused = record_reused(chunks, table, target)
         with (
@@ -70,7 +72,7 @@ def extract(
         ):
             steps: list[tuple[Chunk, list[PrefectFuture[Any]]]] = []
             for chunk in chunks:
-                receipts: PrefectFuture[Any] = extract_chunk.submit(chunk, table, target, engine, progress)
+                receipts: Any = extract_chunk.submit(chunk, table, target, engine, progress)
                 steps.append((chunk, [receipts]))
                 if chunk.missing:
                     verdicts: Any = verify_chunk.submit(chunk, receipts, table, identity, wanted.engine, wanted.audit)

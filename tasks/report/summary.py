@@ -69,6 +69,11 @@ class Summary:
         return not self.quarantined and not self.failed_chunks
 
     @property
+    def skipped(self) -> int:
+        """Rows of the input that gave no sample."""
+        return sum(self.input.skipped.values())
+
+    @property
     def ratio(self) -> float:
         """Bytes of states per byte stored."""
         return self.state_bytes / self.stored_bytes if self.stored_bytes else 0.0
@@ -81,8 +86,8 @@ class Summary:
             parts.append(f"{len(self.quarantined)} quarantined")
         if self.failed_chunks:
             parts.append(f"{len(self.failed_chunks)} chunks failed ({', '.join(sorted(self.failed_chunks)[:10])})")
-        if self.input.skipped:
-            parts.append(f"{self.input.skipped} input rows skipped")
+        if self.skipped:
+            parts.append(f"{self.skipped} input rows skipped")
         return ", ".join(parts)
 
     def table(self) -> Table:
@@ -94,7 +99,7 @@ class Summary:
         table.add_row("reused", f"{self.reused} samples")
         table.add_row("quarantined", f"{len(self.quarantined)} samples")
         table.add_row("duplicates", f"{self.input.duplicates} input rows")
-        table.add_row("skipped", f"{self.input.skipped} input rows")
+        table.add_row("skipped", f"{self.skipped} input rows")
         table.add_row("engine", engine)
         table.add_row("written", f"{written}, ratio {self.ratio:.2f}" if self.extracted else "nothing")
         table.add_row("time", f"{self.seconds:,.1f} s")

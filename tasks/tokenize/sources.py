@@ -69,6 +69,7 @@ def files(path: Path) -> list[Path]:
     Raises:
         SourceError: there is none, or one is of an unknown format.
     """
+    path = path.expanduser()
     if path.exists():
         found = [path]
     elif glob.has_magic(path.name):

@@ -10,12 +10,12 @@ import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.testing.utilities import prefect_test_harness
+from tests.checkpoints import checkpoint_path
 
 from flows.config import Extraction
 from flows.extract import extract
 from tasks.report.summary import Summary
 from tasks.store import open as open_store
-from tests.checkpoints import checkpoint_path
 from tests.flows import faults
 
 pytestmark = pytest.mark.engine
@@ -159,7 +159,7 @@ def test_bad_rows_are_counted_and_do_not_stop_the_run(tmp_path: Path) -> None:
     rows = [ROWS[4], "not json", {"id": "empty", "input_ids": []}, {"id": "duplicate"} | ROWS[4] | {"id": "again"}]
     state, summary = run(extraction(tmp_path, rows))
     assert state.is_completed()
-    assert (summary.extracted, summary.input.num_skipped, summary.input.duplicates) == (1, 2, 1)
+    assert (summary.extracted, summary.skipped, summary.input.duplicates) == (1, 2, 1)
     reader = open_store(tmp_path / "store")
     assert reader.key_of("again") == reader.key_of(ROWS[4]["id"])
 
