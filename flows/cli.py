@@ -5,7 +5,13 @@ import sys
 import warnings
 from typing import Annotated, Any
 
-# Read when Prefect, vLLM and torch are imported; what the user has set stays.
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+
+from tasks.report.log import logger
+
+# Read when Prefect, vLLM and torch are imported, so commands import them late; what the user has set stays.
 DEFAULTS = {
     # A server started for one run may need long on a busy machine, and nothing reports home.
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "180",
@@ -17,14 +23,6 @@ DEFAULTS = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "PYTHONWARNINGS": "ignore::FutureWarning",
 }
-for name, value in DEFAULTS.items():
-    os.environ.setdefault(name, value)
-
-import typer
-from rich.console import Console
-from rich.logging import RichHandler
-
-from tasks.report.log import logger
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 console = Console()
@@ -33,6 +31,8 @@ console = Console()
 @app.callback()
 def main() -> None:
     """Capture hidden states of large language models inside vLLM, prove them right, and store them as Zarr."""
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
 
 
 @app.command()
