@@ -25,6 +25,7 @@ from tasks.layers import Convention
 CAPTURE_SCHEMA = 1  # raise it when the capture changes what a stored value means; old samples are then not reused
 
 DType = Literal["bfloat16", "float32"]
+StoredAs = Literal["exact", "float8_e4m3"]
 
 #: path of a data object relative to its sample's directory -> (bytes, crc32c of the bytes)
 Objects = Mapping[str, tuple[int, int]]
@@ -46,9 +47,11 @@ class Identity:
     layer_ids: tuple[int, ...]
     """The user's ids in that convention, in the order of ``depths``; no part of the key."""
     dtype: DType
-    """Element type of the states as the engine computes and the store keeps them."""
+    """Element type of the states as the engine computes them."""
     numerics: Mapping[str, Any] = field(default_factory=dict)
     """Engine arguments that change values (quantization, overrides of the model's config, ...), where set."""
+    stored_as: StoredAs = "exact"
+    """``exact`` keeps every bit; ``float8_e4m3`` keeps 8 bits an element, with a scale per token and depth."""
     schema: int = CAPTURE_SCHEMA
 
     @property

@@ -6,9 +6,11 @@
     STORE/final_norm_weight/                 [H], where the extraction gave it
     STORE/samples/<key[:2]>/<key>/           one group a sample
         zarr.json                            the completion record, written last (see below)
-        hidden_states/{zarr.json, c.0.j.0}   [L, T, H] uint16, the bits of bfloat16 (or float32)
+        hidden_states/{zarr.json, c.0.j.0}   [L, T, H] uint16, the bits of bfloat16; or float32; or uint8 (fp8)
         input_ids/{zarr.json, c.0}           [T] int32
         loss_mask/{zarr.json, c.0}           [T] int8, 1 where a trainer supervises the token
+        scales/{zarr.json, c.0.0}            [L, T] float32, with fp8 only
+        quantization_error/{zarr.json, c.0.0}  [L, 2] float32, with fp8 only
     STORE/.layertap/                         private: manifest, staging, quarantine, runs
 
 L captured depths (ascending), T tokens of the sample, H hidden size. All is Zarr v3 and opens in any reader of it.
@@ -23,11 +25,16 @@ L captured depths (ascending), T tokens of the sample, H hidden size. All is Zar
 * bfloat16 is no Zarr data type that readers agree on, so its bits are stored as uint16 with the attribute
   ``logical_dtype: bfloat16``; ``torch.from_numpy(a).view(torch.bfloat16)`` gives them back without a copy.
 
+* An fp8 store (``stored_as: float8_e4m3``) keeps the bits of ``value / scale`` as float8_e4m3fn, the scale being the
+  row's largest magnitude / 448. ``quantization_error`` holds, per depth, |stored - computed| / |computed| of a row
+  (Euclidean norms over H): the mean over the rows, and the worst row.
+
 The group's ``zarr.json`` carries consolidated metadata and these attributes: ``layout``, ``key``, ``identity``
-(digest), ``num_tokens``, ``depths``, ``logical_dtype``, ``next_token`` (what the engine sampled greedily after the
-sample), ``sources`` (ids at commit time), ``mask`` (digest of the loss mask), ``run``, ``capture`` (what the
-verification recorded), ``objects`` ({path: [bytes, crc32c]} of every other file) and ``crc32c`` of the document
-itself, computed with the eight digits of that value set to zero. A sample is committed when that file is there.
+(digest), ``num_tokens``, ``depths``, ``dtype``, ``stored_as``, ``next_token`` (what the engine sampled greedily after
+the sample), ``sources`` ({source id: null, or its own loss mask as [start, end, ...]} as of the commit), ``mask``
+(digest of the loss mask), ``run``, ``capture`` (what the verification recorded), ``objects`` ({path: [bytes, crc32c]}
+of every other file) and ``crc32c`` of the document itself, computed with the eight digits of that value set to zero.
+A sample is committed when that file is there.
 """
 
 import hashlib
@@ -100,34 +107,68 @@ class StateSpec:
     num_depths: int
     hidden_size: int
     dtype: str
-    """Logical element type, ``bfloat16`` or ``float32``."""
+    """Element type as computed, ``bfloat16`` or ``float32``."""
+    stored_as: str = "exact"
+    """``exact`` or ``float8_e4m3``."""
 
     @classmethod
     def of(cls, identity: Identity) -> "StateSpec":
-        return cls(len(identity.depths), identity.hidden_size, identity.dtype)
+        return cls(len(identity.depths), identity.hidden_size, identity.dtype, identity.stored_as)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @property
-    def stored_dtype(self) -> "np.dtype[Any]":
+    def is_fp8(self) -> bool:
+        return self.stored_as == "float8_e4m3"
+
+    @property
+    def given_dtype(self) -> "np.dtype[Any]":
+        """numpy type of the states handed over for storing."""
         return np.dtype("<f4") if self.dtype == "float32" else np.dtype("<u2")
 
     @property
+    def stored_dtype(self) -> "np.dtype[Any]":
+        """numpy type of the elements in the files."""
+        return np.dtype("u1") if self.is_fp8 else self.given_dtype
+
+    @property
+    def logical_dtype(self) -> str:
+        """What the bits in the files mean."""
+        return "float8_e4m3fn" if self.is_fp8 else self.dtype
+
+    @property
     def fill_value(self) -> float | int:
-        """A NaN in either type."""
+        """A NaN in each type."""
+        if self.is_fp8:
+            return 0x7F
         return float("nan") if self.dtype == "float32" else 0x7FC0
+
+    @property
+    def blosc_shuffle(self) -> int:
+        """blosc's number of the filter; shuffling single bytes changes nothing."""
+        return int(blosc.NOSHUFFLE if self.is_fp8 else blosc.SHUFFLE)
 
     def shape(self, num_tokens: int) -> tuple[int, int, int]:
         return self.num_depths, num_tokens, self.hidden_size
 
     def nbytes(self, num_tokens: int) -> int:
-        """Bytes of a sample's states before encoding."""
-        return self.num_depths * num_tokens * self.hidden_size * self.stored_dtype.itemsize
+        """Bytes of a sample's states as computed."""
+        return self.num_depths * num_tokens * self.hidden_size * self.given_dtype.itemsize
+
+    def files(self, num_tokens: int) -> tuple[str, ...]:
+        """Paths, relative to the sample, of all its files in a fixed order, the completion record last."""
+        return _files(num_chunks(num_tokens), self.is_fp8)
+
+    def staged_files(self, num_tokens: int) -> tuple[str, ...]:
+        """The part of :meth:`files` that exists before the commit: all but the loss mask and the record."""
+        return self.files(num_tokens)[: -len(_MASK_PATHS) - 1]
 
     def encode(self, chunk_LtH: npt.NDArray[Any]) -> tuple[bytes, bytes]:
         """Encode one chunk; returns the payload and its four checksum bytes. The GIL is free meanwhile."""
-        payload: bytes = blosc.compress(chunk_LtH, b"zstd", 1, blosc.SHUFFLE, _BLOCK_BYTES, self.stored_dtype.itemsize)
+        payload: bytes = blosc.compress(
+            chunk_LtH, b"zstd", 1, self.blosc_shuffle, _BLOCK_BYTES, self.stored_dtype.itemsize
+        )
         return payload, google_crc32c.value(payload).to_bytes(_CRC_BYTES, "little")
 
     @cached_property
@@ -173,7 +214,7 @@ def create_arrays(group: zarr.Group, spec: StateSpec, num_tokens: int, chunk_tok
                 typesize=spec.stored_dtype.itemsize,
                 cname="zstd",
                 clevel=1,
-                shuffle="shuffle",
+                shuffle="noshuffle" if spec.is_fp8 else "shuffle",
                 blocksize=_BLOCK_BYTES,
             ),
             Crc32cCodec(),
@@ -181,8 +222,23 @@ def create_arrays(group: zarr.Group, spec: StateSpec, num_tokens: int, chunk_tok
         fill_value=spec.fill_value,
         dimension_names=("depth", "token", "hidden"),
         chunk_key_encoding={"name": "default", "separator": "."},
-        attributes={"logical_dtype": spec.dtype},
+        attributes={"logical_dtype": spec.logical_dtype},
     )
+    if spec.is_fp8:
+        for name, shape, dimensions in (
+            ("scales", (spec.num_depths, num_tokens), ("depth", "token")),
+            ("quantization_error", (spec.num_depths, 2), ("depth", "measure")),
+        ):
+            group.create_array(
+                name,
+                shape=shape,
+                chunks=shape,
+                dtype="<f4",
+                compressors=[Crc32cCodec()],
+                fill_value=float("nan"),
+                dimension_names=dimensions,
+                chunk_key_encoding={"name": "default", "separator": "."},
+            )
     for name, dtype in (("input_ids", "<i4"), ("loss_mask", "i1")):
         group.create_array(
             name,
@@ -215,20 +271,21 @@ def num_chunks(num_tokens: int) -> int:
     return -(-num_tokens // CHUNK_TOKENS)
 
 
+_FP8_PATHS = ("scales/zarr.json", "scales/c.0.0", "quantization_error/zarr.json", "quantization_error/c.0.0")
+_MASK_PATHS = ("loss_mask/zarr.json", "loss_mask/c.0")
+
+
 @lru_cache(maxsize=4096)
-def _object_paths(chunks: int) -> tuple[str, ...]:
-    states = ("hidden_states/zarr.json", *(f"hidden_states/c.0.{j}.0" for j in range(chunks)))
-    return *states, "input_ids/zarr.json", "input_ids/c.0", "loss_mask/zarr.json", "loss_mask/c.0"
-
-
-def object_paths(num_tokens: int) -> tuple[str, ...]:
-    """Paths, relative to the sample, of all files of a sample but its completion record, in a fixed order."""
-    return _object_paths(num_chunks(num_tokens))
-
-
-def staged_paths(num_tokens: int) -> tuple[str, ...]:
-    """The part of :func:`object_paths` that exists before the commit: all but the loss mask."""
-    return object_paths(num_tokens)[:-2]
+def _files(chunks: int, is_fp8: bool) -> tuple[str, ...]:
+    return (
+        "hidden_states/zarr.json",
+        *(f"hidden_states/c.0.{j}.0" for j in range(chunks)),
+        *(_FP8_PATHS if is_fp8 else ()),
+        "input_ids/zarr.json",
+        "input_ids/c.0",
+        *_MASK_PATHS,
+        RECORD,
+    )
 
 
 @dataclass(frozen=True)
@@ -240,19 +297,24 @@ class Record:
     num_tokens: int
     depths: tuple[int, ...]
     dtype: str
+    stored_as: str
     next_token: int | None
-    sources: tuple[str, ...]
+    sources: Mapping[str, tuple[int, ...] | None]
+    """Source ids as of the commit, each with its own loss mask as starts and ends where that differs."""
     mask: str
     run: str
     capture: Mapping[str, Any]
+    quantization_error: tuple[float, ...] | None
+    """Per depth the mean relative error of a row, with fp8."""
     objects: Mapping[str, tuple[int, int]]
+    """{path: (bytes, crc32c)} of all other files, in the order of :meth:`StateSpec.files`."""
     nbytes: int
     """Size of the record itself."""
 
     @property
-    def sizes(self) -> list[int]:
-        """Bytes of the files in the order of :func:`object_paths`, then of the record."""
-        return [self.objects[path][0] for path in object_paths(self.num_tokens)] + [self.nbytes]
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of the files in the order of :meth:`StateSpec.files`."""
+        return *(size for size, _ in self.objects.values()), self.nbytes
 
 
 def parse_record(document: bytes) -> Record:
@@ -272,21 +334,24 @@ def parse_record(document: bytes) -> Record:
         raise ValueError("its zarr.json does not match the checksum within")
     if attributes["layout"] != LAYOUT:
         raise ValueError(f"it has layout {attributes['layout']}, this version reads {LAYOUT}")
-    objects = {path: (size, crc) for path, (size, crc) in attributes["objects"].items()}
-    if set(objects) != set(object_paths(attributes["num_tokens"])):
+    listed = attributes["objects"]
+    paths = _files(num_chunks(attributes["num_tokens"]), attributes["stored_as"] == "float8_e4m3")[:-1]
+    if set(listed) != set(paths):
         raise ValueError("its list of files does not fit its length")
     return Record(
         key=attributes["key"],
         identity=attributes["identity"],
         num_tokens=attributes["num_tokens"],
         depths=tuple(attributes["depths"]),
-        dtype=attributes["logical_dtype"],
+        dtype=attributes["dtype"],
+        stored_as=attributes["stored_as"],
         next_token=attributes["next_token"],
-        sources=tuple(attributes["sources"]),
+        sources={source: None if spans is None else tuple(spans) for source, spans in attributes["sources"].items()},
         mask=attributes["mask"],
         run=attributes["run"],
         capture=attributes["capture"],
-        objects=objects,
+        quantization_error=tuple(attributes["quantization_error"]) if "quantization_error" in attributes else None,
+        objects={path: (listed[path][0], listed[path][1]) for path in paths},
         nbytes=len(document),
     )
 

@@ -47,10 +47,12 @@ class Entry:
     """Bytes of the sample's files in the order of the layout, the completion record last."""
     mask: str
     """Digest of the loss mask in the sample's group."""
+    error: tuple[float, ...] | None = None
+    """Per depth the mean relative error of a row, with fp8."""
 
     @classmethod
     def of(cls, record: Record) -> "Entry":
-        return cls(record.num_tokens, tuple(record.sizes), record.mask)
+        return cls(record.num_tokens, record.sizes, record.mask, record.quantization_error)
 
     @property
     def nbytes(self) -> int:
@@ -74,7 +76,7 @@ class Batch:
     sources: dict[str, Source] = field(default_factory=dict)
 
     def to_line(self) -> bytes:
-        columns = {
+        columns: dict[str, dict[str, list[Any]]] = {
             "samples": {
                 "key": list(self.entries),
                 "num_tokens": [e.num_tokens for e in self.entries.values()],
@@ -87,6 +89,8 @@ class Batch:
                 "mask": [s.spans for s in self.sources.values()],
             },
         }
+        if any(e.error for e in self.entries.values()):
+            columns["samples"]["error"] = [e.error for e in self.entries.values()]
         content = json.dumps(columns, separators=(",", ":")).encode()
         return f"{google_crc32c.value(content):08x} ".encode() + content + b"\n"
 
@@ -98,11 +102,12 @@ class Batch:
             raise ValueError("a manifest line does not match its checksum")
         columns: dict[str, dict[str, list[Any]]] = json.loads(content)
         samples, sources = columns["samples"], columns["sources"]
+        errors = samples.get("error") or [None] * len(samples["key"])
         return cls(
             dict(
                 zip(
                     samples["key"],
-                    map(Entry, samples["num_tokens"], map(tuple, samples["sizes"]), samples["mask"]),
+                    map(Entry, samples["num_tokens"], map(tuple, samples["sizes"]), samples["mask"], errors),
                     strict=True,
                 )
             ),
@@ -144,7 +149,9 @@ class Manifest:
         return self
 
     def _read(self, name: str) -> Iterator[Batch]:
-        for line in self._backend.read(f"{MANIFEST}/{name}").splitlines():
+        for line in self._backend.read(f"{MANIFEST}/{name}").split(b"\n"):
+            if not line:
+                continue
             try:
                 yield Batch.from_line(line)
             except ValueError:

@@ -20,6 +20,7 @@ from numcodecs import blosc
 from tasks.store import layout
 from tasks.store.backend import open_backend
 from tasks.store.errors import DamagedSample, SampleNotFound
+from tasks.store.fp8 import dequantize
 from tasks.store.layout import RECORD, Record, StateSpec, sample_path
 from tasks.store.manifest import Manifest, Source, from_spans
 from tasks.store.store import QUARANTINE, RUNS, FinalNorm, describe, stored_identity
@@ -53,8 +54,11 @@ class StoredSample:
     depths: tuple[int, ...]
     """Depths that were read, ascending."""
     dtype: str
+    """Element type of :attr:`hidden_states`, the one the states were computed in."""
     states_LTH: npt.NDArray[Any]
-    """[L, T, H] uint16 with the bits of bfloat16, or float32."""
+    """[L, T, H] uint16 with the bits of bfloat16, float32, or uint8 with the bits of float8_e4m3fn."""
+    scales_LT: npt.NDArray[np.float32] | None
+    """[L, T], of an fp8 store: a state is its float8 times the scale of its row."""
     input_ids_T: npt.NDArray[np.int32]
     loss_mask_T: npt.NDArray[np.bool_]
     """That of the source it was asked by."""
@@ -66,11 +70,26 @@ class StoredSample:
 
     @cached_property
     def hidden_states(self) -> "torch.Tensor":
-        """[L, T, H] bfloat16 or float32; shares memory with ``states_LTH``."""
+        """[L, T, H] bfloat16 or float32; shares memory with ``states_LTH`` unless that is fp8."""
         import torch
 
+        if self.scales_LT is not None:
+            return dequantize(self.states_LTH, self.scales_LT, self.dtype)
         states = torch.from_numpy(self.states_LTH)
         return states.view(torch.bfloat16) if self.dtype == "bfloat16" else states
+
+    @cached_property
+    def fp8(self) -> "tuple[torch.Tensor, torch.Tensor]":
+        """The states as an fp8 store keeps them: [L, T, H] float8_e4m3fn and the scales [L, T] float32.
+
+        Raises:
+            ValueError: the store is not an fp8 store.
+        """
+        import torch
+
+        if self.scales_LT is None:
+            raise ValueError(f"the store keeps its states exactly, in {self.dtype}; only an fp8 store returns fp8")
+        return torch.from_numpy(self.states_LTH).view(torch.float8_e4m3fn), torch.from_numpy(self.scales_LT)
 
     @cached_property
     def input_ids(self) -> "torch.Tensor":
@@ -206,9 +225,12 @@ class Reader:
         key, source_id, source = self._resolve(which)
         rows = self._rows(depths)
         record = self.record(key)
-        states_LTH = self._read_states(record, rows)
-        input_ids_T = np.frombuffer(self._read_small(record, "input_ids/c.0"), dtype="<i4")
-        mask_T = np.frombuffer(self._read_small(record, "loss_mask/c.0"), dtype=np.int8).astype(np.bool_)
+        states_LTH, small = self._read_files(record, rows)
+        input_ids_T = np.frombuffer(small["input_ids/c.0"], dtype="<i4")
+        mask_T = np.frombuffer(small["loss_mask/c.0"], dtype=np.int8).astype(np.bool_)
+        scales_LT = None
+        if self.spec.is_fp8:
+            scales_LT = np.frombuffer(small["scales/c.0.0"], dtype="<f4").reshape(-1, record.num_tokens)[rows]
         if source is not None and source.spans is not None:
             mask_T = from_spans(source.spans, record.num_tokens)
         return StoredSample(
@@ -217,6 +239,7 @@ class Reader:
             depths=tuple(self.identity.depths[row] for row in rows),
             dtype=record.dtype,
             states_LTH=states_LTH,
+            scales_LT=scales_LT,
             input_ids_T=input_ids_T,
             loss_mask_T=mask_T,
             next_token=record.next_token,
@@ -265,38 +288,39 @@ class Reader:
             raise ValueError(f"depths {list(depths)}: choose from {list(self.identity.depths)}, ascending, each once")
         return [self.identity.depths.index(depth) for depth in depths]
 
-    def _read_file(self, record: Record, path: str) -> bytes:
-        try:
-            data: bytes = self._backend.read(f"{sample_path(record.key)}/{path}")
-        except (FileNotFoundError, NotADirectoryError):
-            raise DamagedSample(record.key, f"{path} is missing") from None
-        if len(data) != record.objects[path][0]:
-            raise DamagedSample(record.key, f"{path} has {len(data)} bytes instead of {record.objects[path][0]}")
-        if google_crc32c.value(data) != record.objects[path][1]:
-            raise DamagedSample(record.key, f"{path} does not match its checksum")
-        return data
-
-    def _read_small(self, record: Record, path: str) -> bytes:
-        self._read_file(record, path.split("/")[0] + "/zarr.json")
-        return self._read_file(record, path)[:-4]
-
-    def _read_states(self, record: Record, rows: Sequence[int]) -> npt.NDArray[Any]:
-        self._read_file(record, "hidden_states/zarr.json")
+    def _read_files(self, record: Record, rows: Sequence[int]) -> tuple[npt.NDArray[Any], dict[str, memoryview]]:
+        """All files of a sample, checked: the states, and the content of the small arrays by path."""
         spec, num_tokens = self.spec, record.num_tokens
-        states_LTH = np.empty((len(rows), num_tokens, spec.hidden_size), dtype=spec.stored_dtype)
         width = min(num_tokens, layout.CHUNK_TOKENS)
-        whole = len(rows) == spec.num_depths and num_tokens == width
-        chunk_LtH = states_LTH if whole else np.empty(spec.shape(width), dtype=spec.stored_dtype)
-        for j in range(layout.num_chunks(num_tokens)):
-            data = self._read_file(record, f"hidden_states/c.0.{j}.0")
+        states_LTH = np.empty((len(rows), num_tokens, spec.hidden_size), dtype=spec.stored_dtype)
+        in_place = len(rows) == spec.num_depths and num_tokens == width
+        chunk_LtH = states_LTH if in_place else np.empty(spec.shape(width), dtype=spec.stored_dtype)
+        small: dict[str, memoryview] = {}
+        start = 0
+        directory = sample_path(record.key)
+        contents = self._backend.read_all([f"{directory}/{path}" for path in record.objects])
+        for (path, (size, crc)), data in zip(record.objects.items(), contents, strict=True):
+            if data is None:
+                raise DamagedSample(record.key, f"{path} is missing")
+            if len(data) != size:
+                raise DamagedSample(record.key, f"{path} has {len(data)} bytes instead of {size}")
+            if google_crc32c.value(data) != crc:
+                raise DamagedSample(record.key, f"{path} does not match its checksum")
+            if path.endswith("zarr.json"):
+                continue
+            content = memoryview(data)[:-4]  # the codec's own checksum, covered by the one above
+            if not path.startswith("hidden_states/"):
+                small[path] = content
+                continue
             try:
-                blosc.decompress(memoryview(data)[:-4], chunk_LtH)
+                blosc.decompress(content, chunk_LtH)
             except (RuntimeError, ValueError) as error:
-                raise DamagedSample(record.key, f"chunk {j} of its states does not decode") from error
-            if not whole:
-                rows_left = min(width, num_tokens - j * width)
-                states_LTH[:, j * width : j * width + rows_left] = chunk_LtH[rows, :rows_left]
-        return states_LTH
+                raise DamagedSample(record.key, f"{path} does not decode") from error
+            if not in_place:
+                end = min(start + width, num_tokens)
+                states_LTH[:, start:end] = chunk_LtH[rows, : end - start]
+                start = end
+        return states_LTH, small
 
 
 def _unseal(data: bytes) -> bytes | None:

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tasks.store.errors import storage_failures
-from tasks.store.layout import CHUNK_TOKENS, StateSpec, check_key, num_chunks, seal, staged_paths
+from tasks.store.fp8 import Quantizer
+from tasks.store.layout import CHUNK_TOKENS, StateSpec, check_key, num_chunks, seal
 
 # Larger files are flushed when written, so that the page cache does not fill up with states ahead of the disk;
 # smaller ones are flushed together by the commit, which spares small samples most of the cost.
@@ -54,28 +55,38 @@ def stage_states(
     num_tokens = len(ids_T)
     if states_LTH.shape != spec.shape(num_tokens) or num_tokens == 0:
         raise ValueError(f"states have shape {states_LTH.shape}, the store needs {spec.shape(num_tokens)}")
-    if states_LTH.dtype != spec.stored_dtype:
-        raise ValueError(f"states are {states_LTH.dtype}, the store keeps {spec.dtype} as {spec.stored_dtype}")
+    if states_LTH.dtype != spec.given_dtype:
+        raise ValueError(f"states are {states_LTH.dtype}, the store takes {spec.dtype} as {spec.given_dtype}")
 
     directory = Path(staging) / check_key(key)
+    written: dict[str, tuple[int, int]] = {}
+
+    def write(path: str, *parts: bytes) -> None:
+        written[path] = write_file(directory / path, *parts)
+
+    def write_array(name: str, chunk: str, values: npt.NDArray[Any]) -> None:
+        (directory / name).mkdir(parents=True, exist_ok=True)
+        write(f"{name}/zarr.json", spec.templates.array(name, num_tokens))
+        write(f"{name}/{chunk}", seal(values.tobytes()))
+
+    quantizer = Quantizer(spec, num_tokens) if spec.is_fp8 else None
+
+    def encode(j: int) -> tuple[bytes, bytes]:
+        chunk_LtH = _rows(states_LTH, j)
+        return spec.encode(_pad(quantizer(chunk_LtH, j) if quantizer else chunk_LtH, spec, num_tokens))
+
     with storage_failures(directory):
-        for array in ("hidden_states", "input_ids"):
-            (directory / array).mkdir(parents=True, exist_ok=True)
-        paths = iter(staged_paths(num_tokens))
-        written = {}
-
-        def write(*parts: bytes) -> None:
-            path = next(paths)
-            written[path] = write_file(directory / path, *parts)
-
-        write(spec.templates.array("hidden_states", num_tokens))
+        (directory / "hidden_states").mkdir(parents=True, exist_ok=True)
+        write("hidden_states/zarr.json", spec.templates.array("hidden_states", num_tokens))
         run = executor.map if executor is not None else map
         # An executor would take all chunks at once; a window keeps memory bounded.
         for window in _windows(num_chunks(num_tokens), 16):
-            for payload, checksum in run(lambda j: spec.encode(_chunk(states_LTH, j, spec)), window):
-                write(payload, checksum)
-        write(spec.templates.array("input_ids", num_tokens))
-        write(seal(ids_T.tobytes()))
+            for j, parts in zip(window, run(encode, window), strict=True):
+                write(f"hidden_states/c.0.{j}.0", *parts)
+        if quantizer:
+            write_array("scales", "c.0.0", quantizer.scales_LT)
+            write_array("quantization_error", "c.0.0", quantizer.error_L2)
+        write_array("input_ids", "c.0", ids_T)
     return written
 
 
@@ -84,16 +95,17 @@ def _windows(count: int, size: int) -> Iterator[range]:
         yield range(start, min(start + size, count))
 
 
-def _chunk(states_LTH: npt.NDArray[Any], j: int, spec: StateSpec) -> npt.NDArray[Any]:
-    """Chunk j of the grid, contiguous; padded with the fill value where the sample ends inside it."""
-    num_tokens = states_LTH.shape[1]
-    if num_tokens <= CHUNK_TOKENS:
-        return np.ascontiguousarray(states_LTH)
-    rows = states_LTH[:, j * CHUNK_TOKENS : (j + 1) * CHUNK_TOKENS]
-    if rows.shape[1] == CHUNK_TOKENS:
-        return np.ascontiguousarray(rows)
-    padded = np.full(spec.shape(CHUNK_TOKENS), spec.fill_value, dtype=spec.stored_dtype)
-    padded[:, : rows.shape[1]] = rows
+def _rows(states_LTH: npt.NDArray[Any], j: int) -> npt.NDArray[Any]:
+    return states_LTH[:, j * CHUNK_TOKENS : (j + 1) * CHUNK_TOKENS]
+
+
+def _pad(rows_LtH: npt.NDArray[Any], spec: StateSpec, num_tokens: int) -> npt.NDArray[Any]:
+    """A chunk of the grid, contiguous; padded with the fill value where the sample ends inside it."""
+    width = min(num_tokens, CHUNK_TOKENS)
+    if rows_LtH.shape[1] == width:
+        return np.ascontiguousarray(rows_LtH)
+    padded = np.full(spec.shape(width), spec.fill_value, dtype=spec.stored_dtype)
+    padded[:, : rows_LtH.shape[1]] = rows_LtH
     return padded
 
 

@@ -25,10 +25,11 @@ import numpy.typing as npt
 from pydantic import TypeAdapter
 
 from tasks.store import layout
-from tasks.store.backend import Backend, open_backend
+from tasks.store.backend import Backend, Publication, open_backend
 from tasks.store.errors import DamagedSample, IdentityMismatch, NotAStore, StoreBusy, StoreError, storage_failures
 from tasks.store.layout import PRIVATE, RECORD, Record, StateSpec, sample_path
-from tasks.store.manifest import Batch, Entry, Manifest, Source, to_spans
+from tasks.store.manifest import Batch, Entry, Manifest, Source, Spans, to_spans
+from tasks.store.provenance import environment, without_secrets
 from tasks.store.stage import write_file
 from tasks.vocabulary import Identity, Objects
 
@@ -59,8 +60,9 @@ class StagedSample:
     loss_mask: npt.ArrayLike
     """[T], true where a trainer supervises the token."""
     next_token: int | None = None
-    sources: tuple[str, ...] = ()
-    """Source ids known at commit time, kept with the sample so that the manifest can be rebuilt."""
+    sources: Sequence[str] | Mapping[str, npt.ArrayLike] = ()
+    """Source ids known at commit time, kept with the sample so that the manifest can be rebuilt; a mapping where
+    some have a loss mask [T] of their own."""
     capture: Mapping[str, Any] = field(default_factory=dict)
     """What the verification leaves with the sample (digests, norms); plain JSON."""
 
@@ -127,7 +129,7 @@ def probe(backend: Backend, key: str) -> Record:
         raise DamagedSample(key, str(error)) from error
     if record.key != key:
         raise DamagedSample(key, f"its zarr.json is that of sample {record.key}")
-    present = backend.sizes(key)
+    present = backend.sizes(sample_path(key))
     for path, (size, _) in record.objects.items():
         if path not in present:
             raise DamagedSample(key, f"{path} is missing")
@@ -172,6 +174,7 @@ class Store:
         run: str = "run",
         final_norm: FinalNorm | None = None,
         wait_s: float = 0.0,
+        staging_dir: Path | None = None,
     ) -> "Store":
         """Create the store, or open it for writing.
 
@@ -181,6 +184,8 @@ class Store:
             run: Name of the run, for provenance and for whoever finds the store busy.
             final_norm: Stored on creation.
             wait_s: How long to wait for another run to let go of the store.
+            staging_dir: Where to stage for an object store; needs room for the samples that are extracted but not
+                yet committed. The system's temporary directory by default. A local store stages inside itself.
 
         Raises:
             IdentityMismatch: the store holds another extraction; says which fields differ, and both values.
@@ -189,7 +194,7 @@ class Store:
         """
         if not _SAFE_RUN.fullmatch(run):
             raise ValueError(f"run name {run!r} must be letters, digits, '.', '_' and '-'")
-        backend = open_backend(url)
+        backend = open_backend(url, staging_dir)
         try:
             _refuse_other(backend, identity)
         except NotAStore:
@@ -272,7 +277,7 @@ class Store:
         with self._lock:
             entries = {**self.manifest.entries, **self._pending.entries}
         listed = (
-            (key, entries[key].num_tokens, entries[key].sizes)
+            (key, self.spec.files(num_tokens), entries[key].sizes)
             for key, num_tokens in planned
             if key in entries and entries[key].num_tokens == num_tokens
         )
@@ -326,19 +331,17 @@ class Store:
             self._check_staged(staging, sample)
         with self._lock:
             fresh = [sample for sample in samples if self._make_way(sample)]
-            publishable = [(staging / sample.key, sample.key, self._finish(staging, sample)) for sample in fresh]
-            done = self.backend.publish(publishable)
+            publications = [self._finish(staging, sample) for sample in fresh]
             committed = []
-            for (_, key, document), won in zip(publishable, done, strict=True):
-                if not won:
-                    continue
-                committed.append(key)
-                self._pending.entries[key] = Entry.of(layout.parse_record(document))
-                self._release(key)
+            for publication, won in zip(publications, self.backend.publish(publications), strict=True):
+                if won:
+                    committed.append(publication.key)
+                    self._pending.entries[publication.key] = Entry.of(layout.parse_record(publication.record))
+                    self._release(publication.key)
         return committed
 
     def _check_staged(self, staging: Path, sample: StagedSample) -> None:
-        paths = layout.staged_paths(sample.num_tokens)
+        paths = self.spec.staged_files(sample.num_tokens)
         if set(sample.objects) != set(paths):
             raise StoreError(f"sample {sample.key}: the staged files are {sorted(sample.objects)}, not {sorted(paths)}")
         for path in paths:
@@ -361,7 +364,7 @@ class Store:
         try:
             record = probe(self.backend, sample.key)
         except FileNotFoundError:
-            leftovers = bool(self.backend.sizes(sample.key))
+            leftovers = bool(self.backend.sizes(sample_path(sample.key)))
         except DamagedSample:
             leftovers = True
         else:
@@ -371,39 +374,41 @@ class Store:
             self.backend.set_aside(sample.key)
         return True
 
-    def _finish(self, staging: Path, sample: StagedSample) -> bytes:
-        """Write the loss mask beside the staged files; returns the completion record."""
+    def _finish(self, staging: Path, sample: StagedSample) -> Publication:
+        """Write the loss mask beside the staged files, and make the completion record."""
         directory = staging / sample.key
         mask_T = np.asarray(sample.loss_mask, dtype=np.bool_)
-        objects = {path: list(sample.objects[path]) for path in layout.staged_paths(sample.num_tokens)}
+        objects = {path: sample.objects[path] for path in self.spec.staged_files(sample.num_tokens)}
         with storage_failures(directory):
             (directory / "loss_mask").mkdir(exist_ok=True)
             for path, data in (
                 ("loss_mask/zarr.json", self.spec.templates.array("loss_mask", sample.num_tokens)),
                 ("loss_mask/c.0", layout.seal(mask_T.astype(np.int8).tobytes())),
             ):
-                objects[path] = list(write_file(directory / path, data))
+                objects[path] = write_file(directory / path, data)
         shard = sample.key[:2]
         if shard not in self._shards:
             self.backend.put(f"samples/{shard}/{RECORD}", layout.group_document())
             self._shards.add(shard)
-        return self.spec.templates.record(
-            sample.num_tokens,
-            {
-                "layout": layout.LAYOUT,
-                "key": sample.key,
-                "identity": self.identity.digest,
-                "num_tokens": sample.num_tokens,
-                "depths": list(self.identity.depths),
-                "logical_dtype": self.identity.dtype,
-                "next_token": sample.next_token,
-                "sources": list(sample.sources),
-                "mask": layout.mask_digest(mask_T),
-                "run": self.run,
-                "capture": dict(sample.capture),
-                "objects": objects,
-            },
-        )
+        attributes: dict[str, Any] = {
+            "layout": layout.LAYOUT,
+            "key": sample.key,
+            "identity": self.identity.digest,
+            "num_tokens": sample.num_tokens,
+            "depths": self.identity.depths,
+            "dtype": self.identity.dtype,
+            "stored_as": self.identity.stored_as,
+            "next_token": sample.next_token,
+            "sources": _own_spans(sample.sources, mask_T),
+            "mask": layout.mask_digest(mask_T),
+            "run": self.run,
+            "capture": sample.capture,
+            "objects": objects,
+        }
+        if self.spec.is_fp8:
+            error_L2 = np.frombuffer((directory / "quantization_error/c.0.0").read_bytes()[:-4], dtype="<f4")
+            attributes["quantization_error"] = [float(f"{mean:.3g}") for mean in error_L2[::2]]
+        return Publication(directory, sample.key, objects, self.spec.templates.record(sample.num_tokens, attributes))
 
     def record(self, sources: Iterable[SourceRecord] = ()) -> None:
         """List in the manifest what was committed since the last call, and which sources share which samples.
@@ -442,26 +447,21 @@ class Store:
             self._quarantined.discard(key)
 
     def write_provenance(self, provenance: Mapping[str, Any]) -> None:
-        """Keep what is known of this run (versions, hardware, engine arguments); secrets are blanked."""
-        document = {"run": self.run, "time": _now(), **without_secrets(dict(provenance))}
+        """Keep what is known of this run, beside versions and hardware, which are added; secrets are blanked."""
+        document = {"run": self.run, "time": _now(), **environment(), **without_secrets(provenance)}
         name = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{self.run}.json"
         self.backend.put(f"{RUNS}/{name}", json.dumps(document, indent=1, default=str).encode())
 
 
-_SECRET = re.compile(r"token$|secret|passw|api_?key|credential|authorization|private_?key|access_?key", re.IGNORECASE)
-_URL_SECRET = re.compile(r"(?<=://)[^/@\s]+@")
-
-
-def without_secrets(value: Any) -> Any:
-    """A copy with the values of secret-looking names, and credentials within URLs, blanked."""
-    if isinstance(value, Mapping):
-        return {
-            str(name): "(removed)" if _SECRET.search(str(name)) and inner is not None else without_secrets(inner)
-            for name, inner in value.items()
-        }
-    if isinstance(value, list | tuple):
-        return [without_secrets(inner) for inner in value]
-    return _URL_SECRET.sub("", value) if isinstance(value, str) else value
+def _own_spans(
+    sources: Sequence[str] | Mapping[str, npt.ArrayLike], mask_T: npt.NDArray[np.bool_]
+) -> dict[str, Spans | None]:
+    if not isinstance(sources, Mapping):
+        return dict.fromkeys(sources)
+    return {
+        source: None if np.array_equal(np.asarray(own, dtype=np.bool_), mask_T) else to_spans(own)
+        for source, own in sources.items()
+    }
 
 
 def _refuse_other(backend: Backend, identity: Identity) -> None:

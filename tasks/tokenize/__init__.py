@@ -1,1 +1,1 @@
-"""Conversations become samples: token ids, loss mask and key."""
+"""Conversations as token ids with a loss mask: sources, chat templates, masks, truncation."""

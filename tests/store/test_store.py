@@ -23,7 +23,7 @@ from tasks.store import (
     StoreBusy,
     StoreError,
 )
-from tasks.store.layout import CHUNK_TOKENS, object_paths, sample_path
+from tasks.store.layout import CHUNK_TOKENS, sample_path
 from tasks.store.stage import stage_states
 from tests.store.conftest import Made, fill, identity, make, stage
 
@@ -89,7 +89,7 @@ def test_every_missing_or_short_file_makes_exactly_that_sample_missing(store: St
     samples = [make(store.identity, n) for n in (5, 300, 7)]
     fill(store, samples)
     victim = samples[1]
-    for path in (*object_paths(300), "zarr.json"):
+    for path in store.spec.files(300):
         file = directory(store, victim) / path
         content = file.read_bytes()
         file.write_bytes(content[:-1])
@@ -153,7 +153,7 @@ def test_staging_refuses_states_of_another_shape_or_type(store: Store) -> None:
     sample = make(store.identity, 12)
     with pytest.raises(ValueError, match=r"shape \(4, 12, 32\), the store needs \(4, 11, 32\)"):
         stage_states(store.staging(), sample.key, store.spec, sample.states, sample.input_ids[:-1])
-    with pytest.raises(ValueError, match="states are float32, the store keeps bfloat16"):
+    with pytest.raises(ValueError, match="states are float32, the store takes bfloat16"):
         stage_states(store.staging(), sample.key, store.spec, sample.states.astype("f4"), sample.input_ids)
     with pytest.raises(ValueError, match="no sample key"):
         stage_states(store.staging(), "../up", store.spec, sample.states, sample.input_ids)

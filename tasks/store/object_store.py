@@ -1,0 +1,297 @@
+"""A store in S3, GCS, Azure or whatever else obstore reaches.
+
+Samples are staged on a local disk and uploaded when they are committed: the data objects first, the group's
+``zarr.json`` last and only if there is none (``If-None-Match: *``). Objects appear whole or not at all, so a run
+that dies in between leaves data objects without a completion record, which no reader takes for a sample.
+
+Credentials and the endpoint come from the environment (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ...).
+"""
+
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import tempfile
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+import google_crc32c
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError
+from obstore.store import from_url
+
+if TYPE_CHECKING:
+    from obstore.store import RetryConfig
+
+from tasks.store.backend import Expected, Publication, busy, owner
+from tasks.store.errors import StorageFailure, StoreBusy, StoreError
+from tasks.store.layout import PRIVATE, RECORD, sample_path
+from tasks.store.local import StagingArea
+
+_PARALLEL = 16
+_FEW = 4  # up to this many samples of a shard are looked up one by one; more, by listing the shard
+_HEARTBEAT_S = 20.0
+_STALE_S = 120.0
+_RETRIES: "RetryConfig" = {
+    "max_retries": 8,
+    "retry_timeout": timedelta(minutes=3),
+    "backoff": {"init_backoff": timedelta(milliseconds=200), "max_backoff": timedelta(seconds=15), "base": 2},
+}
+
+_T = TypeVar("_T")
+
+
+def connect(url: str) -> Any:
+    """An obstore store for a URL, configured from the environment alone."""
+    if "@" in urlsplit(url).netloc:
+        raise StoreError("credentials do not belong in the store's URL; set them in the environment")
+    plain_http = os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://")
+    return from_url(url, client_options={"allow_http": plain_http}, retry_config=_RETRIES)
+
+
+class ObjectBackend:
+    """A store under a prefix of a bucket."""
+
+    def __init__(self, url: str, staging_dir: Path | None = None) -> None:
+        self.url = url.rstrip("/")
+        self._store = connect(self.url)
+        parent = staging_dir or Path(tempfile.gettempdir())
+        place = hashlib.sha256(self.url.encode()).hexdigest()[:16]
+        self._staging = StagingArea(parent / f"layertap-staging-{os.getuid()}" / place)
+        self._pool = ThreadPoolExecutor(_PARALLEL, thread_name_prefix="object-store")
+
+    def _try(self, action: Callable[[], _T]) -> _T:
+        try:
+            return action()
+        except (FileNotFoundError, AlreadyExistsError):
+            raise
+        except (BaseError, OSError) as error:
+            reason = str(error).split("\n", 1)[0]
+            raise StorageFailure(
+                f"{self.url} refused or could not be reached: {reason}. Check the bucket, AWS_ENDPOINT_URL and the "
+                "credentials in the environment; committed samples are kept"
+            ) from error
+
+    def read(self, path: str) -> bytes:
+        return self._try(lambda: obstore.get(self._store, path).bytes().to_bytes())
+
+    def _read_or_none(self, path: str) -> bytes | None:
+        try:
+            return self.read(path)
+        except FileNotFoundError:
+            return None
+
+    def read_all(self, paths: Sequence[str]) -> Iterator[bytes | None]:
+        ahead: deque[Future[bytes | None]] = deque()
+        remaining = iter(paths)
+        for path in itertools.islice(remaining, _PARALLEL):
+            ahead.append(self._pool.submit(self._read_or_none, path))
+        while ahead:
+            data = ahead.popleft().result()
+            for path in itertools.islice(remaining, 1):
+                ahead.append(self._pool.submit(self._read_or_none, path))
+            yield data
+
+    def put(self, path: str, data: bytes) -> None:
+        self._try(lambda: obstore.put(self._store, path, data))
+
+    def create(self, path: str, data: bytes) -> bool:
+        """Write an object if there is none; whether it was this call that did."""
+        try:
+            self._try(lambda: obstore.put(self._store, path, data, mode="create", use_multipart=False))
+        except AlreadyExistsError:
+            # A retry whose first answer was lost finds its own object.
+            return self._read_or_none(path) == data
+        except StorageFailure:
+            if self._read_or_none(path) == data:
+                return True
+            raise
+        return True
+
+    def names(self, directory: str) -> list[str]:
+        prefix = directory.rstrip("/") + "/" if directory else None
+        found = self._try(lambda: obstore.list_with_delimiter(self._store, prefix))
+        paths = [*found["common_prefixes"], *(entry["path"] for entry in found["objects"])]
+        return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in paths)
+
+    def remove(self, path: str) -> None:
+        below = [f"{path}/{name}" for name in self.sizes(path)]
+        self._try(lambda: obstore.delete(self._store, [path, *below]))
+
+    def incomplete(self, expected: Iterable[Expected]) -> Iterator[str]:
+        shards: dict[str, list[Expected]] = defaultdict(list)
+        for sample in expected:
+            shards[sample[0][:2]].append(sample)
+        for keys in self._pool.map(self._incomplete_of_shard, shards.values()):
+            yield from keys
+
+    def _incomplete_of_shard(self, expected: list[Expected]) -> list[str]:
+        if len(expected) <= _FEW:
+            present = {
+                f"{key}/{name}": size for key, _, _ in expected for name, size in self.sizes(sample_path(key)).items()
+            }
+        else:
+            present = self.sizes(f"samples/{expected[0][0][:2]}")
+        return [
+            key
+            for key, files, sizes in expected
+            if any(present.get(f"{key}/{file}") != size for file, size in zip(files, sizes, strict=True))
+        ]
+
+    def sizes(self, path: str) -> dict[str, int]:
+        prefix = path.rstrip("/") + "/"
+        cut = len(prefix)
+
+        def collect() -> dict[str, int]:
+            return {
+                entry["path"][cut:]: entry["size"]
+                for batch in obstore.list(self._store, prefix, chunk_size=1000)
+                for entry in batch
+            }
+
+        return self._try(collect)
+
+    def staging(self, run: str) -> Path:
+        return self._staging.create(run)
+
+    def drop_staging(self, directory: Path) -> None:
+        self._staging.drop(directory)
+
+    def collect_staging(self) -> int:
+        return self._staging.collect()
+
+    def publish(self, samples: Sequence[Publication]) -> list[bool]:
+        uploads = [(sample, path, size, crc) for sample in samples for path, (size, crc) in sample.objects.items()]
+        # The map raises the first failure; nothing has a completion record by then.
+        for _ in self._pool.map(lambda upload: self._upload(*upload), uploads):
+            pass
+        return list(
+            self._pool.map(lambda sample: self.create(f"{sample_path(sample.key)}/{RECORD}", sample.record), samples)
+        )
+
+    def _upload(self, sample: Publication, path: str, size: int, crc: int) -> None:
+        data = (sample.directory / path).read_bytes()
+        if len(data) != size or google_crc32c.value(data) != crc:
+            raise StorageFailure(
+                f"sample {sample.key}: staged file {sample.directory / path} was altered after it was written; check "
+                "the disk that holds the staging directory"
+            )
+        self.put(f"{sample_path(sample.key)}/{path}", data)
+
+    def set_aside(self, key: str) -> None:
+        self.remove(f"{sample_path(key)}/{RECORD}")
+        self.remove(sample_path(key))
+
+    def lease(self, run: str) -> "ObjectLease":
+        return ObjectLease(self, run)
+
+    def free_bytes(self) -> int | None:
+        return None
+
+    def modified(self, path: str) -> datetime:
+        """When an object was last written, by the server's clock."""
+        return self._try(lambda: obstore.head(self._store, path)["last_modified"])
+
+
+class ObjectLease:
+    """The right to write, as a chain of numbered objects; the highest number is in force.
+
+    Taking over means creating the next number, which only one run can do. The holder writes its own object again
+    every 20 s; one that was not written for 120 s, or that says it is released, may be succeeded.
+    """
+
+    _CHAIN = f"{PRIVATE}/lease"
+
+    def __init__(self, backend: ObjectBackend, run: str) -> None:
+        self._backend = backend
+        self._owner = owner(run)
+        current = self._current()
+        if current and not self._is_free(current):
+            raise busy(backend.url, self._holder(current))
+        self._number = current + 1
+        if not backend.create(self._path(self._number), self._content(released=False)):
+            raise busy(backend.url, self._holder(self._number))
+        for number in range(max(1, current - 8), self._number):
+            backend.remove(self._path(number))
+        self._lost = threading.Event()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="store-lease", daemon=True)
+        self._thread.start()
+
+    def _path(self, number: int) -> str:
+        return f"{self._CHAIN}/{number:08d}.json"
+
+    def _content(self, released: bool) -> bytes:
+        beat = datetime.now(UTC).isoformat()
+        return json.dumps({**self._owner, "token": id(self), "beat": beat, "released": released}).encode()
+
+    def _current(self) -> int:
+        return max((int(name.split(".")[0]) for name in self._backend.names(self._CHAIN)), default=0)
+
+    def _holder(self, number: int) -> dict[str, Any]:
+        try:
+            holder = json.loads(self._backend.read(self._path(number)))
+        except (FileNotFoundError, ValueError):
+            return {}
+        return dict(holder)
+
+    def _is_free(self, number: int) -> bool:
+        holder = self._holder(number)
+        if holder.get("released", True):
+            return True
+        if holder.get("host") == self._owner["host"] and not _is_alive(int(holder["pid"])):
+            return True
+        try:
+            written = self._backend.modified(self._path(number))
+        except FileNotFoundError:
+            return True
+        return datetime.now(UTC) - written > timedelta(seconds=_STALE_S)
+
+    def _beat(self) -> None:
+        last = time.monotonic()
+        while not self._stop.wait(_HEARTBEAT_S):
+            try:
+                if self._current() != self._number:
+                    self._lost.set()
+                    return
+                self._backend.put(self._path(self._number), self._content(released=False))
+                last = time.monotonic()
+            except StoreError:
+                if time.monotonic() - last > _STALE_S - _HEARTBEAT_S:
+                    self._lost.set()
+                    return
+
+    def check(self) -> None:
+        if self._lost.is_set() or self._current() != self._number:
+            self._lost.set()
+            raise StoreBusy(
+                f"another run has taken over {self._backend.url}, since this one gave no sign of life for "
+                f"{_STALE_S:.0f} s; nothing more is written, and a rerun continues from what is committed"
+            )
+
+    def release(self) -> None:
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        self._thread.join()
+        if not self._lost.is_set():
+            with contextlib.suppress(StoreError):
+                self._backend.put(self._path(self._number), self._content(released=True))
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

@@ -1,0 +1,291 @@
+"""From the sources to the table of samples."""
+
+import os
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+
+from tasks.model import Checkpoint
+from tasks.samples import Sample, SampleTableWriter
+from tasks.tokenize.config import Columns, Data
+from tasks.tokenize.encode import Encoded, How, RowEncoder
+from tasks.tokenize.errors import BadRow, BadRowError, Problem
+from tasks.tokenize.rows import Item, decode, parse
+from tasks.tokenize.sources import MAX_LINE_BYTES, Row, rows
+from tasks.vocabulary import Identity
+
+BATCH_ROWS = 64
+BATCH_BYTES = 2**20
+POOL_FROM_BATCHES = 8  # smaller inputs are done before another process has started
+MAX_PROBLEMS = 100
+
+Progress = Callable[[int, int], None]
+"""Called with the rows read and the tokens kept so far."""
+
+
+@dataclass
+class TokenizeReport:
+    """What became of the rows."""
+
+    read: int = 0
+    kept: int = 0
+    """Samples in the table."""
+    skipped: dict[str, int] = field(default_factory=dict)
+    """Rows without a sample, by reason."""
+    truncated: int = 0
+    split: int = 0
+    """Rows that became several samples."""
+    tokens: int = 0
+    supervised_tokens: int = 0
+    duplicates: int = 0
+    """Samples with the same key as an earlier one."""
+    ids_used_twice: int = 0
+    """Source ids that stand for samples of different content."""
+    methods: dict[How, int] = field(default_factory=dict)
+    """Samples by how their loss mask came about."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """Turns by role and tool calls in the table, and conversations with something worth a note."""
+    by_source: list[int] = field(default_factory=list)
+    """Rows read from each source."""
+    problems: list[Problem] = field(default_factory=list)
+    """The first rows without a sample, at most :data:`MAX_PROBLEMS`."""
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a process needs to turn rows into samples."""
+
+    directory: Path
+    vocab_size: int
+    trust_remote_code: bool
+    data: Data
+    identity: Identity
+    max_tokens: int
+
+    def encoder(self) -> RowEncoder:
+        return RowEncoder(self.directory, self.vocab_size, self.data, self.trust_remote_code)
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What became of one row."""
+
+    row: int
+    source: int
+    samples: tuple[Sample, ...] = ()
+    how: How = "given"
+    truncated: bool = False
+    counts: dict[str, int] = field(default_factory=dict)
+    problem: Problem | None = None
+
+
+def tokenize(
+    data: Data,
+    checkpoint: Checkpoint,
+    identity: Identity,
+    max_model_len: int,
+    out: Path,
+    on_progress: Progress | None = None,
+) -> TokenizeReport:
+    """Tokenize all rows of the sources into a table at ``out``.
+
+    Samples have at most ``max_model_len - 1`` tokens, since the engine samples one more. The table's rows are in
+    the order of the sources' rows, whatever the number of processes.
+
+    Raises:
+        SourceError: a source is missing or damaged.
+        TokenizerError: the checkpoint's tokenizer or chat template cannot be used.
+        BadRowError: a row is wrong and ``data.on_error`` is ``fail``.
+    """
+    started = time.monotonic()
+    job = Job(checkpoint.path, checkpoint.vocab_size, checkpoint.trust_remote_code, data, identity, max_model_len - 1)
+    report = TokenizeReport(by_source=[0] * len(data.all_sources))
+    seen = _Seen()
+    partial = out.with_name(out.name + ".partial")
+    with SampleTableWriter(partial) as table, closing(outcomes(job)) as stream:
+        for outcome in stream:
+            _add(report, outcome)
+            if outcome.problem and data.on_error == "fail":
+                raise BadRowError(outcome.problem)
+            table.add(outcome.samples)
+            for sample in outcome.samples:
+                seen.add(sample)
+            if on_progress:
+                on_progress(report.read, report.tokens)
+    partial.replace(out)
+    report.duplicates, report.ids_used_twice = seen.duplicates(), seen.ids_used_twice()
+    report.seconds = time.monotonic() - started
+    return report
+
+
+def _add(report: TokenizeReport, outcome: Outcome) -> None:
+    report.read += 1
+    report.by_source[outcome.source] += 1
+    if outcome.problem:
+        reason = outcome.problem.reason
+        report.skipped[reason] = report.skipped.get(reason, 0) + 1
+        if len(report.problems) < MAX_PROBLEMS:
+            report.problems.append(outcome.problem)
+        return
+    report.kept += len(outcome.samples)
+    report.truncated += outcome.truncated
+    report.split += len(outcome.samples) > 1
+    report.tokens += sum(s.num_tokens for s in outcome.samples)
+    report.supervised_tokens += sum(int(s.loss_mask.sum()) for s in outcome.samples)
+    report.methods[outcome.how] = report.methods.get(outcome.how, 0) + len(outcome.samples)
+    for name, count in outcome.counts.items():
+        report.counts[name] = report.counts.get(name, 0) + count
+
+
+class _Seen:
+    """Counts what occurs twice, with 16 bytes a sample (a hash each of key and id)."""
+
+    def __init__(self) -> None:
+        self._keys = array("Q")
+        self._ids = array("q")
+
+    def add(self, sample: Sample) -> None:
+        self._keys.append(int(sample.key[:16], 16))
+        self._ids.append(hash(sample.source_id))
+
+    def duplicates(self) -> int:
+        return len(self._keys) - len(np.unique(np.frombuffer(self._keys, dtype=np.uint64))) if self._keys else 0
+
+    def ids_used_twice(self) -> int:
+        if not self._keys:
+            return 0
+        pairs = np.stack([np.frombuffer(self._ids, np.int64), np.frombuffer(self._keys, np.uint64).view(np.int64)], 1)
+        _, uses = np.unique(np.unique(pairs, axis=0)[:, 0], return_counts=True)
+        return int((uses > 1).sum())
+
+
+def outcomes(job: Job) -> Generator[Outcome, None, None]:
+    """What becomes of each row of the sources, in their order; see :func:`tokenize` for errors."""
+    batches = _batches(rows(job.data))
+    head: list[list[Row]] = []
+    processes = job.data.processes or os.cpu_count() or 1
+    if processes > 1:
+        for batch in batches:
+            head.append(batch)
+            if len(head) == POOL_FROM_BATCHES:
+                yield from _in_parallel(job, processes, _chain(head, batches))
+                return
+    encoder = job.encoder()
+    for batch in _chain(head, batches):
+        yield from process(job, encoder, batch)
+
+
+def _chain(head: Sequence[list[Row]], rest: Iterator[list[Row]]) -> Iterator[list[Row]]:
+    yield from head
+    yield from rest
+
+
+def _batches(stream: Iterator[Row]) -> Iterator[list[Row]]:
+    batch: list[Row] = []
+    size = 0
+    for row in stream:
+        batch.append(row)
+        size += len(row.value) if isinstance(row.value, bytes) else 0
+        if len(batch) >= BATCH_ROWS or size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+_worker: tuple[Job, RowEncoder] | None = None
+
+
+def _start_worker(job: Job) -> None:
+    global _worker
+    _worker = job, job.encoder()
+
+
+def _process_in_worker(batch: list[Row]) -> list[Outcome]:
+    assert _worker is not None
+    return process(*_worker, batch)
+
+
+def _in_parallel(job: Job, processes: int, batches: Iterator[list[Row]]) -> Iterator[Outcome]:
+    """Spread batches over processes, with a bounded number under way."""
+    job.encoder()  # what is wrong with the tokenizer is said here, not by a broken pool
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread in each process
+    pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_start_worker, initargs=(job,))
+    under_way: deque[Future[list[Outcome]]] = deque()
+    try:
+        for batch in batches:
+            under_way.append(pool.submit(_process_in_worker, batch))
+            if len(under_way) >= 2 * processes + 2:
+                yield from under_way.popleft().result()
+        while under_way:
+            yield from under_way.popleft().result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+        if before is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]
+        else:
+            os.environ["TOKENIZERS_PARALLELISM"] = before
+
+
+def process(job: Job, encoder: RowEncoder, batch: Sequence[Row]) -> list[Outcome]:
+    """Turn a batch of rows into samples."""
+    columns = [s.columns for s in job.data.all_sources]
+    items = [_item(row, columns[row.source]) for row in batch]
+    return [_outcome(job, row, e) for row, e in zip(batch, encoder.encode(items), strict=True)]
+
+
+def _item(row: Row, columns: Columns) -> Item | BadRow:
+    try:
+        if row.value is None:
+            raise BadRow("too-long", f"the line is longer than {MAX_LINE_BYTES} bytes")
+        value = decode(row.value) if isinstance(row.value, bytes) else row.value
+        return parse(value, columns, f"{row.file}:{row.number}")
+    except BadRow as e:
+        return e
+
+
+def _outcome(job: Job, row: Row, encoded: Encoded | BadRow) -> Outcome:
+    try:
+        if isinstance(encoded, BadRow):
+            raise encoded
+        samples = _cut(job, encoded)
+    except BadRow as e:
+        return Outcome(row.number, row.source, problem=Problem(row.file, row.number, e.reason, e.detail))
+    truncated = len(encoded.input_ids) > job.max_tokens and job.data.overflow == "truncate"
+    return Outcome(row.number, row.source, samples, encoded.how, truncated, dict(encoded.counts))
+
+
+def _cut(job: Job, encoded: Encoded) -> tuple[Sample, ...]:
+    """The sample, or its pieces, of at most ``job.max_tokens`` tokens each."""
+    length, limit = len(encoded.input_ids), job.max_tokens
+    if not encoded.loss_mask.any():
+        raise BadRow("unsupervised", "`loss_mask` supervises no token")
+    if length <= limit:
+        return (_sample(job, encoded, encoded.id, 0, length),)
+    if job.data.overflow == "skip":
+        raise BadRow("too-long", f"{length} tokens are more than the {limit} that max_model_len allows")
+    if job.data.overflow == "truncate":
+        if not encoded.loss_mask[:limit].any():
+            raise BadRow("unsupervised", f"the first {limit} of {length} tokens have no supervised token")
+        return (_sample(job, encoded, encoded.id, 0, limit),)
+    starts = [s for s in range(0, length, limit) if encoded.loss_mask[s : s + limit].any()]
+    return tuple(_sample(job, encoded, f"{encoded.id}#{s // limit}", s, min(s + limit, length)) for s in starts)
+
+
+def _sample(job: Job, encoded: Encoded, source_id: str, start: int, end: int) -> Sample:
+    ids = encoded.input_ids[start:end].astype(np.int32)
+    return Sample(source_id, job.identity.key(ids), ids, encoded.loss_mask[start:end])
