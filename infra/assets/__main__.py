@@ -10,7 +10,7 @@ def main() -> None:
     assets = parser.add_subparsers(dest="asset", required=True)
     assets.add_parser("demo", help="what the demo runs on: the model and its conversations")
     model = assets.add_parser("smollm2", help="SmolLM2-135M-Instruct as a Hugging Face checkpoint")
-    model.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    model.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     model.add_argument("--kv-heads", type=int, choices=[3, 4], default=3, help="4 allows tensor parallelism of 2 and 4")
     chats = assets.add_parser("chats", help="all conversations of one source as JSONL")
     chats.add_argument("source", choices=["bfcl", "chatterbot", "chitchat", "human-eval"])

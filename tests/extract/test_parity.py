@@ -11,8 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from tests.checkpoints import checkpoint_path
-from tests.reference import residual_states
 
 from tasks.extract.checks import check
 from tasks.extract.config import Engine
@@ -25,6 +23,8 @@ from tasks.store import open as open_store
 from tasks.verify.config import Audit
 from tasks.verify.judge import Case, judge
 from tasks.vocabulary import Identity, PlannedSample, Receipt, digest_ids
+from tests.checkpoints import checkpoint_path
+from tests.reference import residual_states
 
 TOLERANCE = 1e-4
 BATCHED_TOKENS = 256
@@ -46,7 +46,7 @@ class Captured:
 
 def capture(name: str, size: int, directory: Path) -> Captured:
     """Capture every depth of samples of random tokens with the real engine."""
-    checkpoint = read(checkpoint_path(name))
+    checkpoint = read(checkpoint_path(name, size))
     first = 1 if "kv_lora_rank" in str(checkpoint.config) else 0  # DeepSeek cannot give the embedding
     depths = Layers(ids=tuple(range(first, checkpoint.num_layers + 1)), convention="input")
     engine = Engine(
