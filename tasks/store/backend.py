@@ -40,8 +40,8 @@ class Lease(Protocol):
     def release(self) -> None: ...
 
 
-class Backend(Protocol):
-    """Files of one store."""
+class Files(Protocol):
+    """Files of one store, to read."""
 
     url: str
 
@@ -51,11 +51,15 @@ class Backend(Protocol):
     def read_all(self, paths: Sequence[str]) -> Iterator[bytes | None]:
         """Contents of files in this order, None for a missing one; fetches a few ahead where that pays."""
 
-    def put(self, path: str, data: bytes) -> None:
-        """Write or replace a file, atomically and durably."""
-
     def names(self, directory: str) -> list[str]:
         """Names directly in a directory, sorted; empty where there is none."""
+
+
+class Backend(Files, Protocol):
+    """Files of one store, to read and write."""
+
+    def put(self, path: str, data: bytes) -> None:
+        """Write or replace a file, atomically and durably."""
 
     def remove(self, path: str) -> None:
         """Remove a file or a directory with all in it, if it is there."""
@@ -106,6 +110,19 @@ def open_backend(url: str | os.PathLike[str], staging_dir: Path | None = None) -
 
         return ObjectBackend(text, staging_dir)
     return LocalBackend(Path(text).expanduser())
+
+
+def open_files(url: str | os.PathLike[str]) -> Files:
+    """As :func:`open_backend`, to read only; works in a forked process too."""
+    text = os.fspath(url)
+    if "://" in text and not text.startswith("file:"):
+        from tasks.store import object_store
+
+        if os.getpid() != object_store.IMPORTED_IN:
+            from tasks.store.relay import Relay
+
+            return Relay(text)
+    return open_backend(text)
 
 
 def owner(run: str) -> dict[str, object]:

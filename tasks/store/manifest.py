@@ -7,7 +7,7 @@ samples' completion records say anyway, so it can be rebuilt from them.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
-from tasks.store.backend import Backend
+from tasks.store.backend import Backend, Files
 from tasks.store.layout import PRIVATE, Record
 
 MANIFEST = f"{PRIVATE}/manifest"
@@ -119,64 +119,67 @@ class Batch:
 
 
 class Manifest:
-    """The manifest in memory, and how batches are added to it."""
+    """The manifest in memory."""
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self, files: Files) -> None:
+        """Read all segments."""
+        self._files = files
         self.entries: dict[str, Entry] = {}
         self.sources: dict[str, Source] = {}
         self.damaged_segments: list[str] = []
         """Segments with a line that is torn or altered; what the other lines say is kept."""
-        self._next = 1
-        self._segments: list[str] = []
-
-    def load(self) -> "Manifest":
-        """Read all segments."""
+        self.segments: list[str] = []
         for attempt in range(5):
-            self.entries, self.sources, self.damaged_segments = {}, {}, []
-            self._segments = self._backend.names(MANIFEST)
             try:
-                for name in self._segments:
-                    for batch in self._read(name):
-                        self.entries.update(batch.entries)
-                        self.sources.update(batch.sources)
+                self._load()
+                break
             except FileNotFoundError:  # a writer merged segments between the listing and the read
                 if attempt == 4:
                     raise
-            else:
-                break
-        self._next = 1 + max((int(name.split("-")[0]) for name in self._segments), default=0)
-        return self
 
-    def _read(self, name: str) -> Iterator[Batch]:
-        for line in self._backend.read(f"{MANIFEST}/{name}").split(b"\n"):
-            if not line:
-                continue
-            try:
-                yield Batch.from_line(line)
-            except ValueError:
-                self.damaged_segments.append(name)
+    def _load(self) -> None:
+        self.segments = self._files.names(MANIFEST)
+        self.entries, self.sources, self.damaged_segments = {}, {}, []
+        contents = self._files.read_all([f"{MANIFEST}/{name}" for name in self.segments])
+        for name, content in zip(self.segments, contents, strict=True):
+            if content is None:
+                raise FileNotFoundError(name)
+            for line in filter(None, content.split(b"\n")):
+                try:
+                    batch = Batch.from_line(line)
+                except ValueError:
+                    self.damaged_segments.append(name)
+                    continue
+                self.entries.update(batch.entries)
+                self.sources.update(batch.sources)
 
-    def append(self, batch: Batch, run: str) -> None:
+
+class ManifestWriter(Manifest):
+    """The manifest of the one run that may add to it."""
+
+    def __init__(self, backend: Backend, run: str) -> None:
+        super().__init__(backend)
+        self._backend = backend
+        self._run = run
+        self._next = 1 + max((int(name.split("-")[0]) for name in self.segments), default=0)
+        if len(self.segments) >= _SEGMENTS_BEFORE_MERGE and not self.damaged_segments:
+            self.rewrite()
+
+    def append(self, batch: Batch) -> None:
         """Write a batch as a new segment; it counts when this returns."""
         if not (batch.entries or batch.sources):
             return
-        name = f"{self._next:08d}-{run}.jsonl"
+        name = f"{self._next:08d}-{self._run}.jsonl"
         self._backend.put(f"{MANIFEST}/{name}", batch.to_line())
         self._next += 1
-        self._segments.append(name)
+        self.segments.append(name)
         self.entries.update(batch.entries)
         self.sources.update(batch.sources)
 
-    def merge(self, run: str, *, drop: Iterable[str] = (), force: bool = False) -> None:
-        """Replace many segments by one with the same content, less the keys to drop; for the only writer."""
-        if len(self._segments) < _SEGMENTS_BEFORE_MERGE and not force:
-            return
-        for key in drop:
-            self.entries.pop(key, None)
-        old = list(self._segments)
-        self._segments = []
-        self.append(Batch(self.entries, self.sources), run)
+    def rewrite(self) -> None:
+        """Replace all segments by one that says what is in memory."""
+        old, self.segments = self.segments, []
+        self.append(Batch(self.entries, self.sources))
         for name in old:
             self._backend.remove(f"{MANIFEST}/{name}")
         self.damaged_segments = []

@@ -36,6 +36,9 @@ from tasks.store.errors import StorageFailure, StoreBusy, StoreError
 from tasks.store.layout import PRIVATE, RECORD, sample_path
 from tasks.store.local import StagingArea
 
+IMPORTED_IN = os.getpid()
+"""The process whose threads serve obstore; a forked child of it must not use this module."""
+
 _PARALLEL = 16
 _FEW = 4  # up to this many samples of a shard are looked up one by one; more, by listing the shard
 _HEARTBEAT_S = 20.0

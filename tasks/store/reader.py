@@ -18,10 +18,11 @@ import numpy.typing as npt
 from numcodecs import blosc
 
 from tasks.store import layout
-from tasks.store.backend import open_backend
+from tasks.store.backend import Files, open_files
 from tasks.store.errors import DamagedSample, SampleNotFound
 from tasks.store.fp8 import dequantize
-from tasks.store.layout import RECORD, Record, StateSpec, sample_path
+from tasks.store.integrity import checked_files, load_record
+from tasks.store.layout import Record, StateSpec
 from tasks.store.manifest import Manifest, Source, from_spans
 from tasks.store.store import QUARANTINE, RUNS, FinalNorm, describe, stored_identity
 from tasks.vocabulary import Identity
@@ -61,7 +62,7 @@ class StoredSample:
     """[L, T], of an fp8 store: a state is its float8 times the scale of its row."""
     input_ids_T: npt.NDArray[np.int32]
     loss_mask_T: npt.NDArray[np.bool_]
-    """That of the source it was asked by."""
+    """That of the source."""
     next_token: int | None
 
     @property
@@ -119,14 +120,14 @@ class Reader:
             NotAStore: there is none, or one of a newer layout.
         """
         self.url = os.fspath(url)
-        self.attributes = describe(self._backend)
-        self.identity: Identity = stored_identity(self._backend)
+        self.attributes = describe(self._files)
+        self.identity: Identity = stored_identity(self._files)
         self.spec = StateSpec.of(self.identity)
         self.refresh()
 
     def refresh(self) -> None:
         """Read the manifest again."""
-        manifest = Manifest(self._backend).load()
+        manifest = Manifest(self._files)
         self._entries, self._sources = manifest.entries, manifest.sources
         self._keys = list(self._entries)
         self._by_key: dict[str, list[str]] = {}
@@ -134,11 +135,12 @@ class Reader:
             self._by_key.setdefault(source.key, []).append(source_id)
 
     @property
-    def _backend(self) -> Any:
+    def _files(self) -> Files:
         if self.__dict__.get("_process") != os.getpid():
-            self.__dict__["_opened"] = open_backend(self.url)
+            self.__dict__["_opened"] = open_files(self.url)
             self.__dict__["_process"] = os.getpid()
-        return self.__dict__["_opened"]
+        opened: Files = self.__dict__["_opened"]
+        return opened
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_opened", "_process")}
@@ -182,13 +184,13 @@ class Reader:
 
     def quarantined(self) -> Iterator[dict[str, Any]]:
         """What the verification refused: key, sources, reason, detail, evidence, run and time."""
-        for name in self._backend.names(QUARANTINE):
-            yield json.loads(self._backend.read(f"{QUARANTINE}/{name}"))
+        for name in self._files.names(QUARANTINE):
+            yield json.loads(self._files.read(f"{QUARANTINE}/{name}"))
 
     def runs(self) -> Iterator[dict[str, Any]]:
         """Provenance of the runs that wrote to the store, oldest first."""
-        for name in self._backend.names(RUNS):
-            yield json.loads(self._backend.read(f"{RUNS}/{name}"))
+        for name in self._files.names(RUNS):
+            yield json.loads(self._files.read(f"{RUNS}/{name}"))
 
     @cached_property
     def final_norm(self) -> FinalNorm | None:
@@ -196,7 +198,7 @@ class Reader:
         norm = self.attributes.get("final_norm")
         if norm is None:
             return None
-        data = _unseal(self._backend.read(f"{norm['weight']}/c.0"))
+        data = _unseal(self._files.read(f"{norm['weight']}/c.0"))
         if data is None:
             raise DamagedSample("final_norm_weight", "it does not match its checksum")
         return FinalNorm(np.frombuffer(data, dtype="<f4"), norm["eps"], norm["kind"])
@@ -214,7 +216,8 @@ class Reader:
         """Read a sample by position, source id or key.
 
         Args:
-            which: Position in :attr:`keys`, a source id (its own loss mask is returned), or a key.
+            which: A source id, or the position in :attr:`keys` or the key of a sample, which is then read as its
+                first source has it. Sources that share a sample differ in their loss masks.
             depths: The depths to return, a subset of the store's in ascending order; all by default.
 
         Raises:
@@ -253,39 +256,36 @@ class Reader:
             DamagedSample: it is not what was committed.
         """
         try:
-            document = self._backend.read(f"{sample_path(key)}/{RECORD}")
+            return load_record(self._files, key, self.identity.digest)
         except FileNotFoundError:
             if key in self._entries:
                 raise DamagedSample(key, "its zarr.json is missing") from None
             raise SampleNotFound(f"{self.url} has no sample {key}") from None
-        try:
-            record = layout.parse_record(document)
-        except ValueError as error:
-            raise DamagedSample(key, str(error)) from error
-        if record.key != key or record.identity != self.identity.digest:
-            raise DamagedSample(key, "its zarr.json belongs to another sample or store")
-        return record
 
     def _resolve(self, which: int | str) -> tuple[str, str | None, Source | None]:
         if not isinstance(which, str):
-            key = self._keys[which]
-        elif which in self._sources:
-            return self._sources[which].key, which, self._sources[which]
-        elif layout.is_key(which):
-            key = which
-        else:
+            which = self._keys[which]
+        elif which not in self._sources and not layout.is_key(which):
             raise self._not_found(which)
-        return key, next(iter(self._by_key.get(key, ())), None), None
+        source_id = which if which in self._sources else next(iter(self._by_key.get(which, ())), None)
+        if source_id is None:
+            return which, None, None
+        source = self._sources[source_id]
+        return source.key, source_id, source
 
     def _not_found(self, which: str) -> SampleNotFound:
         return SampleNotFound(f"{self.url} has no sample with source id or key {which!r}")
 
-    def _rows(self, depths: Sequence[int] | None) -> list[int]:
-        if depths is None:
-            return list(range(len(self.identity.depths)))
+    def check_depths(self, depths: Sequence[int]) -> None:
+        """Raise ValueError where the store lacks one of the depths, or their order is not ascending."""
         absent = [depth for depth in depths if depth not in self.identity.depths]
         if absent or list(depths) != sorted(set(depths)) or not depths:
             raise ValueError(f"depths {list(depths)}: choose from {list(self.identity.depths)}, ascending, each once")
+
+    def _rows(self, depths: Sequence[int] | None) -> list[int]:
+        if depths is None:
+            depths = self.identity.depths
+        self.check_depths(depths)
         return [self.identity.depths.index(depth) for depth in depths]
 
     def _read_files(self, record: Record, rows: Sequence[int]) -> tuple[npt.NDArray[Any], dict[str, memoryview]]:
@@ -297,15 +297,7 @@ class Reader:
         chunk_LtH = states_LTH if in_place else np.empty(spec.shape(width), dtype=spec.stored_dtype)
         small: dict[str, memoryview] = {}
         start = 0
-        directory = sample_path(record.key)
-        contents = self._backend.read_all([f"{directory}/{path}" for path in record.objects])
-        for (path, (size, crc)), data in zip(record.objects.items(), contents, strict=True):
-            if data is None:
-                raise DamagedSample(record.key, f"{path} is missing")
-            if len(data) != size:
-                raise DamagedSample(record.key, f"{path} has {len(data)} bytes instead of {size}")
-            if google_crc32c.value(data) != crc:
-                raise DamagedSample(record.key, f"{path} does not match its checksum")
+        for path, data in checked_files(self._files, record):
             if path.endswith("zarr.json"):
                 continue
             content = memoryview(data)[:-4]  # the codec's own checksum, covered by the one above

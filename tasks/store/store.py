@@ -25,10 +25,11 @@ import numpy.typing as npt
 from pydantic import TypeAdapter
 
 from tasks.store import layout
-from tasks.store.backend import Backend, Publication, open_backend
+from tasks.store.backend import Backend, Files, Publication, open_backend
 from tasks.store.errors import DamagedSample, IdentityMismatch, NotAStore, StoreBusy, StoreError, storage_failures
-from tasks.store.layout import PRIVATE, RECORD, Record, StateSpec, sample_path
-from tasks.store.manifest import Batch, Entry, Manifest, Source, Spans, to_spans
+from tasks.store.integrity import probe
+from tasks.store.layout import PRIVATE, RECORD, StateSpec, sample_path
+from tasks.store.manifest import Batch, Entry, ManifestWriter, Source, Spans, to_spans
 from tasks.store.provenance import environment, without_secrets
 from tasks.store.stage import write_file
 from tasks.vocabulary import Identity, Objects
@@ -89,7 +90,7 @@ class Quarantined:
     time: str = ""
 
 
-def describe(backend: Backend) -> dict[str, Any]:
+def describe(backend: Files) -> dict[str, Any]:
     """Attributes of a store's root group.
 
     Raises:
@@ -110,32 +111,9 @@ def describe(backend: Backend) -> dict[str, Any]:
     return dict(attributes)
 
 
-def stored_identity(backend: Backend) -> Identity:
+def stored_identity(backend: Files) -> Identity:
     """Identity of the extraction that a store holds."""
     return TypeAdapter(Identity).validate_python(describe(backend)["identity"])
-
-
-def probe(backend: Backend, key: str) -> Record:
-    """Read a sample's completion record and check the sizes of its files.
-
-    Raises:
-        FileNotFoundError: no such sample is committed.
-        DamagedSample: it is committed, but not whole.
-    """
-    document = backend.read(f"{sample_path(key)}/{RECORD}")
-    try:
-        record = layout.parse_record(document)
-    except ValueError as error:
-        raise DamagedSample(key, str(error)) from error
-    if record.key != key:
-        raise DamagedSample(key, f"its zarr.json is that of sample {record.key}")
-    present = backend.sizes(sample_path(key))
-    for path, (size, _) in record.objects.items():
-        if path not in present:
-            raise DamagedSample(key, f"{path} is missing")
-        if present[path] != size:
-            raise DamagedSample(key, f"{path} has {present[path]} bytes instead of {size}")
-    return record
 
 
 class Store:
@@ -153,8 +131,7 @@ class Store:
         self._staging: Path | None = None
         try:
             self.collected = backend.collect_staging()
-            self.manifest = Manifest(backend).load()
-            self.manifest.merge(run)
+            self.manifest = ManifestWriter(backend, run)
             self._quarantined = {name.removesuffix(".json") for name in backend.names(QUARANTINE)}
             self._shards = set(backend.names("samples"))
         except BaseException:
@@ -273,37 +250,32 @@ class Store:
         Args:
             planned: (key, tokens) of each sample.
         """
-        planned = list(dict(planned).items())
+        lengths = dict(planned)
         with self._lock:
             entries = {**self.manifest.entries, **self._pending.entries}
-        listed = (
-            (key, self.spec.files(num_tokens), entries[key].sizes)
-            for key, num_tokens in planned
-            if key in entries and entries[key].num_tokens == num_tokens
+        doubtful = {key for key, n in lengths.items() if key not in entries or entries[key].num_tokens != n}
+        doubtful.update(
+            self.backend.incomplete(
+                (key, self.spec.files(num_tokens), entries[key].sizes)
+                for key, num_tokens in lengths.items()
+                if key not in doubtful
+            )
         )
-        absent = set(self.backend.incomplete(listed))
-        for key, num_tokens in planned:
-            if key not in entries:
-                record = self._adopt(key)
-                if record is None or record.num_tokens != num_tokens:
-                    absent.add(key)
-            elif entries[key].num_tokens != num_tokens:
-                absent.add(key)
-        return [key for key, _ in planned if key in absent]
+        return [key for key, n in lengths.items() if key in doubtful and not self._adopt(key, n)]
 
-    def _adopt(self, key: str) -> Record | None:
+    def _adopt(self, key: str, num_tokens: int) -> bool:
         """Take up a whole sample that the manifest does not list, since a run died before it wrote that."""
         if key[:2] not in self._shards:
-            return None
+            return False
         try:
-            record = probe(self.backend, key)
+            record = probe(self.backend, key, self.identity.digest)
         except (FileNotFoundError, DamagedSample):
-            return None
-        if record.identity != self.identity.digest:
-            return None
+            return False
+        if record.num_tokens != num_tokens:
+            return False
         with self._lock:
             self._pending.entries[key] = Entry.of(record)
-        return record
+        return True
 
     # --- stage, commit, record
 
@@ -362,7 +334,7 @@ class Store:
     def _make_way(self, sample: StagedSample) -> bool:
         """Whether the key is free to commit to."""
         try:
-            record = probe(self.backend, sample.key)
+            record = probe(self.backend, sample.key, self.identity.digest)
         except FileNotFoundError:
             leftovers = bool(self.backend.sizes(sample_path(sample.key)))
         except DamagedSample:
@@ -427,8 +399,16 @@ class Store:
                 recorded = Source(source.key, to_spans(source.loss_mask) if own else None)
                 if self.manifest.sources.get(source.source_id) != recorded:
                     batch.sources[source.source_id] = recorded
-            self.manifest.append(batch, self.run)
+            self.manifest.append(batch)
             self._pending = Batch()
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """Take samples that are no longer in the store out of the manifest; their sources too."""
+        gone = set(keys)
+        with self._lock:
+            self.manifest.entries = {k: entry for k, entry in self.manifest.entries.items() if k not in gone}
+            self.manifest.sources = {s: source for s, source in self.manifest.sources.items() if source.key not in gone}
+            self.manifest.rewrite()
 
     # --- what was refused, and provenance
 

@@ -1,0 +1,62 @@
+"""Whether a committed sample is what was committed."""
+
+from collections.abc import Iterator
+
+import google_crc32c
+
+from tasks.store.backend import Backend, Files
+from tasks.store.errors import DamagedSample
+from tasks.store.layout import RECORD, Record, parse_record, sample_path
+
+
+def load_record(files: Files, key: str, identity_digest: str) -> Record:
+    """Read a sample's completion record, checked against itself, its place and the store.
+
+    Raises:
+        FileNotFoundError: the sample is not committed.
+        DamagedSample: the record is not what was committed.
+    """
+    document = files.read(f"{sample_path(key)}/{RECORD}")
+    try:
+        record = parse_record(document)
+    except ValueError as error:
+        raise DamagedSample(key, str(error)) from error
+    if record.key != key or record.identity != identity_digest:
+        raise DamagedSample(key, "its zarr.json belongs to another sample or store")
+    return record
+
+
+def probe(backend: Backend, key: str, identity_digest: str) -> Record:
+    """Read a sample's completion record and check that all its files are there with their sizes.
+
+    Raises:
+        FileNotFoundError: the sample is not committed.
+        DamagedSample: it is committed, but not whole.
+    """
+    record = load_record(backend, key, identity_digest)
+    present = backend.sizes(sample_path(key))
+    for path, (size, _) in record.objects.items():
+        _check_size(record, path, size, present.get(path))
+    return record
+
+
+def checked_files(files: Files, record: Record) -> Iterator[tuple[str, bytes]]:
+    """Read all files of a sample but the record, each checked against the record: (path, content).
+
+    Raises:
+        DamagedSample: a file is missing, or not byte for byte what was committed.
+    """
+    directory = sample_path(record.key)
+    contents = files.read_all([f"{directory}/{path}" for path in record.objects])
+    for (path, (size, crc)), data in zip(record.objects.items(), contents, strict=True):
+        _check_size(record, path, size, None if data is None else len(data))
+        if data is None or google_crc32c.value(data) != crc:
+            raise DamagedSample(record.key, f"{path} does not match its checksum")
+        yield path, data
+
+
+def _check_size(record: Record, path: str, expected: int, found: int | None) -> None:
+    if found is None:
+        raise DamagedSample(record.key, f"{path} is missing")
+    if found != expected:
+        raise DamagedSample(record.key, f"{path} has {found} bytes instead of {expected}")

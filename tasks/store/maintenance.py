@@ -1,0 +1,365 @@
+"""What people do to a store after a run: verify, stats, repair, gc; and the check of room before one."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from tasks.store import layout
+from tasks.store.backend import Backend, open_backend
+from tasks.store.errors import DamagedSample, NoSpace, StoreError
+from tasks.store.integrity import checked_files, load_record, probe
+from tasks.store.layout import PRIVATE, RECORD, Record, StateSpec, sample_path
+from tasks.store.manifest import Entry, Manifest, Source
+from tasks.store.reader import Reader
+from tasks.store.store import QUARANTINE, Store, stored_identity
+
+Progress = Callable[[int, int, int], None]
+"""Called as (samples done, samples in all, bytes read so far)."""
+
+# Bytes as computed / bytes stored that a plan may count on; real states do a little better.
+EXPECTED_RATIO = {"bfloat16": 1.4, "float32": 1.1, "float8_e4m3": 2.0}
+_FILE_OVERHEAD = 8 * 4096  # a small sample's files, by the blocks that a file system gives them
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """Room for planned samples."""
+
+    needed_bytes: int
+    free_bytes: int | None
+    """None where the place has no such limit."""
+    bytes_per_million_tokens: int
+
+    @property
+    def fits(self) -> bool:
+        return self.free_bytes is None or self.needed_bytes <= self.free_bytes
+
+    def __str__(self) -> str:
+        free = "room without a stated limit" if self.free_bytes is None else f"{_gb(self.free_bytes)} free"
+        return f"{_gb(self.needed_bytes)} needed ({_gb(self.bytes_per_million_tokens)} per 1M tokens), {free}"
+
+
+def preflight(store: Store, num_tokens: int, num_samples: int, *, force: bool = False) -> Preflight:
+    """Check, before anything is extracted, that the planned samples fit.
+
+    Args:
+        store: The store they will go to.
+        num_tokens: Tokens of all samples that are missing.
+        num_samples: Their number.
+        force: Do not refuse.
+
+    Raises:
+        NoSpace: they do not fit.
+    """
+    spec = store.spec
+    ratio = EXPECTED_RATIO[spec.stored_as if spec.is_fp8 else spec.dtype]
+    per_token = spec.nbytes(1) / ratio + 5
+    found = Preflight(
+        needed_bytes=int(num_tokens * per_token) + num_samples * _FILE_OVERHEAD,
+        free_bytes=store.backend.free_bytes(),
+        bytes_per_million_tokens=int(1_000_000 * per_token),
+    )
+    if not (found.fits or force):
+        raise NoSpace(
+            f"{store.url}: {found}. Free space, choose another store, extract fewer samples or depths, or go on with "
+            "--force"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a store holds, from its manifest."""
+
+    samples: int
+    sources: int
+    tokens: int
+    computed_bytes: int
+    """States as the engine computed them."""
+    stored_bytes: int
+    """All files of the samples."""
+    lengths: Mapping[str, int]
+    """min, median, p90 and max tokens of a sample."""
+    quarantined: int
+    quantization_error: Mapping[int, float] | None
+    """Of an fp8 store: depth -> relative error of a row against what was computed, the mean over all rows."""
+
+    @property
+    def ratio(self) -> float:
+        return self.computed_bytes / self.stored_bytes if self.stored_bytes else 0.0
+
+
+def stats(url: str | os.PathLike[str]) -> Stats:
+    """Counts, bytes and lengths of a store."""
+    backend = open_backend(url)
+    identity = stored_identity(backend)
+    manifest = Manifest(backend)
+    entries = list(manifest.entries.values())
+    lengths = np.array([entry.num_tokens for entry in entries], dtype=np.int64)
+    tokens = int(lengths.sum())
+    error = None
+    if identity.stored_as == "float8_e4m3" and entries:
+        weighted_L = np.array([entry.error or () for entry in entries]).T @ lengths / tokens
+        error = dict(zip(identity.depths, weighted_L.tolist(), strict=True))
+    marks = {"min": 0.0, "median": 0.5, "p90": 0.9, "max": 1.0} if entries else {}
+    return Stats(
+        samples=len(entries),
+        sources=len(manifest.sources),
+        tokens=tokens,
+        computed_bytes=StateSpec.of(identity).nbytes(tokens),
+        stored_bytes=sum(entry.nbytes for entry in entries),
+        lengths={name: int(np.quantile(lengths, mark, method="nearest")) for name, mark in marks.items()},
+        quarantined=len(backend.names(QUARANTINE)),
+        quantization_error=error,
+    )
+
+
+@dataclass
+class Verification:
+    """What :func:`verify` found."""
+
+    samples: int = 0
+    """Checked in this call and, with ``resume``, before."""
+    nbytes: int = 0
+    """Read in this call."""
+    damaged: dict[str, str] = field(default_factory=dict)
+    """Key -> what is wrong."""
+    set_aside: list[str] = field(default_factory=list)
+    unrecorded: list[str] = field(default_factory=list)
+    """Whole samples that the manifest does not list; `layertap repair` or the next run lists them."""
+    leftovers: list[str] = field(default_factory=list)
+    """Keys with files but no completion record; `layertap gc` removes them."""
+    store_problems: list[str] = field(default_factory=list)
+    """Damage outside of samples; `layertap repair` mends it."""
+
+    @property
+    def ok(self) -> bool:
+        return not (self.damaged or self.store_problems)
+
+
+def verify(
+    url: str | os.PathLike[str],
+    *,
+    workers: int = 4,
+    resume: Path | None = None,
+    set_aside: bool = False,
+    progress: Progress | None = None,
+) -> Verification:
+    """Read every file of every sample and compare it with what was committed.
+
+    Args:
+        url: The store; it may be written to meanwhile, unless ``set_aside``.
+        workers: Samples read at a time.
+        resume: A file that notes which samples were found good, so that an interrupted call continues where it was
+            when it is made again; removed at the end.
+        set_aside: Take damaged samples out of the store, so that the next run extracts them again.
+        progress: Called after each sample.
+
+    Raises:
+        NotAStore: there is none.
+        StoreBusy: a run is writing, and ``set_aside`` was asked for.
+    """
+    backend = open_backend(url)
+    digest = stored_identity(backend).digest
+    reader = Reader(url)
+    found = Verification(store_problems=list(_store_problems(backend, reader)))
+    listed = {item.key: item for item in reader.listing()}
+    keys = list(dict.fromkeys([*listed, *_keys_present(backend)]))
+    passed = set(resume.read_text().split()) if resume and resume.exists() else set()
+
+    def check(key: str) -> Record | str | None:
+        try:
+            record = load_record(backend, key, digest)
+            for _ in checked_files(backend, record):
+                pass
+        except FileNotFoundError:
+            return "its directory or its zarr.json is missing" if key in listed else None
+        except DamagedSample as error:
+            return error.problem
+        if key in listed and sum(record.sizes) != listed[key].nbytes:
+            return "it is another sample than the manifest lists"
+        return record
+
+    log = resume.open("a") if resume else None
+    try:
+        remaining = [key for key in keys if key not in passed]
+        found.samples = len(keys) - len(remaining)
+        for key, outcome in _each(check, remaining, workers):
+            found.samples += 1
+            if isinstance(outcome, str):
+                found.damaged[key] = outcome
+            elif outcome is None:
+                found.leftovers.append(key)
+            else:
+                found.nbytes += sum(outcome.sizes)
+                if key not in listed:
+                    found.unrecorded.append(key)
+                if log:
+                    log.write(key + "\n")
+            if progress:
+                progress(found.samples, len(keys), found.nbytes)
+    finally:
+        if log:
+            log.close()
+    if set_aside and found.damaged:
+        with Store.open(url, stored_identity(backend), run="verify") as store:
+            for key in found.damaged:
+                store.backend.set_aside(key)
+                found.set_aside.append(key)
+            store.forget(found.set_aside)
+    if resume:
+        resume.unlink()
+    return found
+
+
+def _each(
+    action: Callable[[str], Record | str | None], keys: list[str], workers: int
+) -> Iterator[tuple[str, Record | str | None]]:
+    """Results of the action in the order they are done, with few keys under way at a time."""
+    remaining = iter(keys)
+    pending: dict[Future[Record | str | None], str] = {}
+    with ThreadPoolExecutor(workers, thread_name_prefix="verify") as pool:
+        try:
+            while True:
+                while len(pending) < 2 * workers and (key := next(remaining, None)) is not None:
+                    pending[pool.submit(action, key)] = key
+                if not pending:
+                    return
+                for done in wait(pending, return_when=FIRST_COMPLETED).done:
+                    yield pending.pop(done), done.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _keys_present(backend: Backend) -> Iterator[str]:
+    """Keys that have a directory, committed or not."""
+    for shard in backend.names("samples"):
+        if shard != RECORD:
+            yield from filter(layout.is_key, backend.names(f"samples/{shard}"))
+
+
+def _store_problems(backend: Backend, reader: Reader) -> Iterator[str]:
+    for segment in Manifest(backend).damaged_segments:
+        yield f"a line of manifest segment {segment} is torn or altered"
+    groups = ["samples", *(f"samples/{name}" for name in backend.names("samples") if name != RECORD)]
+    expected = layout.group_document()
+    for group, document in zip(groups, backend.read_all([f"{group}/{RECORD}" for group in groups]), strict=True):
+        if document != expected:
+            yield f"{group}/{RECORD} is missing or altered"
+    try:
+        _ = reader.final_norm
+    except StoreError as error:
+        yield f"the final norm: {error}"
+
+
+@dataclass(frozen=True)
+class Repair:
+    """What :func:`repair` did."""
+
+    samples: int
+    """Listed in the manifest now."""
+    added: int
+    """Of these, how many it did not list before."""
+    dropped: int
+    """Listed before, but not whole in the store."""
+    damaged: Mapping[str, str]
+    groups: int
+    """Group documents written again."""
+
+
+def repair(url: str | os.PathLike[str], *, workers: int = 8, progress: Progress | None = None) -> Repair:
+    """Rebuild the manifest from the samples' completion records, and missing group documents.
+
+    Source ids that earlier runs added to samples which were already there are kept where the manifest still has them;
+    a rerun of the extraction records the others again.
+
+    Raises:
+        StoreBusy: a run is writing to the store.
+    """
+    backend = open_backend(url)
+    identity = stored_identity(backend)
+    with Store.open(url, identity, run="repair") as store:
+        backend = store.backend
+        manifest = store.manifest
+        before = set(manifest.entries)
+        entries: dict[str, Entry] = {}
+        sources: dict[str, Source] = {}
+        damaged: dict[str, str] = {}
+
+        def check(key: str) -> Record | str | None:
+            try:
+                return probe(backend, key, identity.digest)
+            except FileNotFoundError:
+                return None
+            except DamagedSample as error:
+                return error.problem
+
+        # In the manifest's order where it has one, so that positions stay what they were.
+        present = set(_keys_present(backend))
+        keys = [*(key for key in manifest.entries if key in present), *sorted(present - before)]
+        records: dict[str, Record] = {}
+        for number, (key, outcome) in enumerate(_each(check, keys, workers), 1):
+            if isinstance(outcome, Record):
+                records[key] = outcome
+            elif outcome is not None:
+                damaged[key] = outcome
+            if progress:
+                progress(number, len(keys), 0)
+        for key in filter(records.__contains__, keys):
+            entries[key] = Entry.of(records[key])
+            sources |= {source: Source(key, spans) for source, spans in records[key].sources.items()}
+        sources |= {name: source for name, source in manifest.sources.items() if source.key in entries}
+        manifest.entries, manifest.sources = entries, sources
+        manifest.rewrite()
+        groups = 0
+        for group in ["samples", *sorted({f"samples/{key[:2]}" for key in present})]:
+            (document,) = backend.read_all([f"{group}/{RECORD}"])
+            if document != layout.group_document():
+                backend.put(f"{group}/{RECORD}", layout.group_document())
+                groups += 1
+    return Repair(len(entries), len(entries.keys() - before), len(before - entries.keys()), damaged, groups)
+
+
+@dataclass(frozen=True)
+class Collection:
+    """What :func:`gc` removed."""
+
+    staging: int
+    """Staging directories of dead runs."""
+    set_aside: int
+    """Damaged samples that had been set aside."""
+    leftovers: int
+    """Half-written samples, which no reader took for samples."""
+    nbytes: int
+    """Bytes of the last two."""
+
+
+def gc(url: str | os.PathLike[str]) -> Collection:
+    """Remove what no reader looks at: dead runs' staging, samples set aside, half-written samples.
+
+    Raises:
+        StoreBusy: a run is writing to the store.
+    """
+    identity = stored_identity(open_backend(url))
+    with Store.open(url, identity, run="gc") as store:
+        backend = store.backend
+        aside = backend.names(f"{PRIVATE}/damaged")
+        nbytes = sum(backend.sizes(f"{PRIVATE}/damaged").values())
+        backend.remove(f"{PRIVATE}/damaged")
+        leftovers = [
+            key
+            for key in _keys_present(backend)
+            if key not in store.manifest.entries and RECORD not in backend.names(sample_path(key))
+        ]
+        for key in leftovers:
+            nbytes += sum(backend.sizes(sample_path(key)).values())
+            backend.remove(sample_path(key))
+        return Collection(store.collected, len(aside), len(leftovers), nbytes)
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
