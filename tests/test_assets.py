@@ -128,7 +128,7 @@ def test_demo_is_a_small_mix_of_everything() -> None:
     conversations = read(demo_chats())
     assert len(conversations) == 60
     assert {c["id"].removeprefix("again/").split("/")[0] for c in conversations} == set(PACKAGES)
-    assert sum("tools" in c for c in conversations) >= 10
+    assert sum("<tool_call>" in json.dumps(c) for c in conversations) >= 10
     assert sum(len(c["messages"]) >= 6 for c in conversations) >= 10
     assert sum(not json.dumps(c, ensure_ascii=False).isascii() for c in conversations) >= 20
     times = Counter(json.dumps(c["messages"]) for c in conversations)
