@@ -10,12 +10,12 @@ import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.testing.utilities import prefect_test_harness
-from tests.checkpoints import checkpoint_path
 
 from flows.config import Extraction
 from flows.extract import extract
 from tasks.report.summary import Summary
 from tasks.store import open as open_store
+from tests.checkpoints import checkpoint_path
 from tests.flows import faults
 
 pytestmark = pytest.mark.engine
