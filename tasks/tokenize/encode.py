@@ -71,8 +71,7 @@ class RowEncoder:
             TokenizerError: there is no chat template.
         """
         if self._masker is None:
-            self.template.source(False)
-            self.tokenizer.check_control(self.template.source(False))
+            self.tokenizer.check_control(self.template.source(False), self.template.probe())
             self._masker = Masker(self.tokenizer, self.template)
         return self._masker
 

@@ -25,6 +25,8 @@ Method = Literal["markers", "prefixes", "family"]
 Span = tuple[int, int]
 
 EMPTY_REASONING = re.compile(r"\s*<think>\s*</think>\s*")
+OPEN_REASONING = re.compile(r"<think>\s*\Z")
+NO_REASONING = re.compile(r"\s*</think>\s*")
 
 
 @dataclass(frozen=True)
@@ -173,14 +175,13 @@ def tidied(text: str, span: Span, tokenizer: TextTokenizer, ends_with_turn: bool
     token is taken in if it comes next.
     """
     start, end = span
-    empty = EMPTY_REASONING.match(text, start, end)
+    opened = OPEN_REASONING.search(text, max(0, start - 16), start)  # by the generation prompt
+    empty = (NO_REASONING if opened else EMPTY_REASONING).match(text, start, end)
     if empty:
         start = empty.end()
     if not ends_with_turn:
         for content, token in tokenizer.added.items():
             if token in tokenizer.end_ids and text.startswith(content, end):
                 return start, end + len(content)
-    stripped = len(text[start:end].rstrip())
-    if any(text.startswith(t, start + stripped - len(t)) for t in tokenizer.control if len(t) <= stripped):
-        end = start + stripped
-    return start, end
+    turn = text[start:end].rstrip()
+    return (start, start + len(turn)) if turn.endswith(tokenizer.control_strings) else (start, end)

@@ -115,7 +115,7 @@ def tokenize(
     report = TokenizeReport(by_source=[0] * len(data.all_sources))
     seen = _Seen()
     partial = out.with_name(out.name + ".partial")
-    with SampleTableWriter(partial) as table, closing(outcomes(job)) as stream:
+    with SampleTableWriter(partial) as table, closing(outcomes(job, out.parent)) as stream:
         for outcome in stream:
             _add(report, outcome)
             if outcome.problem and data.on_error == "fail":
@@ -172,9 +172,12 @@ class _Seen:
         return int((uses > 1).sum())
 
 
-def outcomes(job: Job) -> Generator[Outcome, None, None]:
-    """What becomes of each row of the sources, in their order; see :func:`tokenize` for errors."""
-    batches = _batches(rows(job.data))
+def outcomes(job: Job, scratch: Path) -> Generator[Outcome, None, None]:
+    """What becomes of each row of the sources, in their order; see :func:`tokenize` for errors.
+
+    ``scratch``: a directory for temporary files.
+    """
+    batches = _batches(rows(job.data, scratch))
     head: list[list[Row]] = []
     processes = job.data.processes or os.cpu_count() or 1
     if processes > 1:

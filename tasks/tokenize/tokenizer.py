@@ -22,6 +22,7 @@ from tasks.tokenize.errors import TokenizerError
 CACHE_CHARS = 16 * 2**20
 CACHE_ENTRY_CHARS = 2**17
 
+CONTROL_IN_TEXT = re.compile(r"<\|[^\s|<>]{1,60}\|>|<｜[^\s｜<>]{1,60}｜>")
 CONTROL = re.compile(r"<[|｜].*[|｜]>|\[(BOS|EOS|PAD|UNK|INST|/INST)\]", re.DOTALL)
 
 #: Texts on which splitting at added tokens must give the same ids as the tokenizer itself.
@@ -111,6 +112,7 @@ class TextTokenizer:
         special = {str(t) for t in self.hf.added_tokens_decoder.values() if t.special}
         self.control: frozenset[str] = frozenset(t for t in added if t in special or CONTROL.fullmatch(t))
         """Added tokens that structure a conversation and that no text should be able to forge."""
+        self.control_strings = tuple(self.control)
         self.bos: str | None = self.hf.bos_token
         self.end_ids = frozenset(_end_ids(directory, self.hf))
         """Ids at which the model's generation ends."""
@@ -122,6 +124,8 @@ class TextTokenizer:
         self._cache: dict[tuple[str, bool], list[int]] = {}
         self._cached_chars = 0
         self._adds_bos = _adds_bos(directory, self.hf)
+        declared = _json(directory / "tokenizer_config.json").get("added_tokens_decoder") or {}
+        self._declared = {str(t["content"]): int(i) for i, t in declared.items()}
         self._self_test()
 
     def holds_control(self, text: str) -> bool:
@@ -201,19 +205,28 @@ class TextTokenizer:
                     f"gives {expected}, its pieces give {self.ids(text)}"
                 )
 
-    def check_control(self, template: str) -> None:
-        """Assert that each added token a chat template writes, and each end token, is one id both ways.
+    def check_control(self, template: str, rendered: str) -> None:
+        """Assert that the control tokens of the chat template are tokens of this tokenizer, one id each, both ways.
+
+        ``rendered``: what the template makes of some conversation.
 
         Raises:
-            TokenizerError: one is not; the tokenizer's files contradict each other.
+            TokenizerError: one is not, or the tokenizer's files contradict each other.
         """
+        for found in CONTROL_IN_TEXT.finditer(rendered):
+            if found[0] not in self.added:
+                raise TokenizerError(
+                    f"the chat template writes {found[0]!r}, which is no token of the tokenizer; they do not belong "
+                    "together"
+                )
         named = {t: i for t, i in self.added.items() if t in template or i in self.end_ids}
         for content, token in named.items():
-            decoded, encoded = self.encoder.decode([token]), list(self._reference(content))
-            if decoded != content or encoded != [token]:
+            declared = self._declared.get(content, token)
+            decoded, encoded = self.encoder.decode([token]), self._reference(content)
+            if declared != token or decoded != content or encoded != [token]:
                 raise TokenizerError(
-                    f"{content!r} is token {token} by the tokenizer's files, but {token} decodes to {decoded!r} and "
-                    f"{content!r} encodes to {encoded}"
+                    f"{content!r} is token {declared} by tokenizer_config.json and {token} in the tokenizer, where "
+                    f"{token} decodes to {decoded!r} and {content!r} encodes to {encoded}"
                 )
 
     def _reference(self, text: str) -> list[int]:
