@@ -7,6 +7,7 @@ Two ranks, or a device and a disk, hold the same states exactly when the digests
 """
 
 import hashlib
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -45,3 +46,12 @@ def row_digests(rows_NH: torch.Tensor) -> torch.Tensor:
 def sample_digest(row_digests_T: npt.NDArray[np.int64]) -> str:
     """Combine the digests of one sample's rows at one depth, in token order, into 32 hex digits."""
     return hashlib.sha256(np.ascontiguousarray(row_digests_T, dtype="<i8").tobytes()).hexdigest()[:32]
+
+
+def differing_rows(digests_TL: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.bool_]:
+    """Where several holders of one sample disagree; bool [T, L]."""
+    first, *others = digests_TL
+    differ_TL = np.zeros(first.shape, dtype=np.bool_)
+    for other in others:
+        differ_TL |= other != first
+    return differ_TL

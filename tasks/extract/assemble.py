@@ -5,7 +5,7 @@ earlier position, and rows the engine did not compute (a prefix cache) leave a g
 its rows cover [0, T) without a gap.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from tasks import digest
+from tasks.extract.witness import unlike_rows
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class RowSummary:
     """int32 [N, L], elements that are NaN or infinite."""
     zero_NL: torch.Tensor
     """bool [N, L], rows that are all zero."""
+    unlike_NL: torch.Tensor
+    """bool [N, L], rows that differ from what the layer was itself given (see :mod:`tasks.extract.witness`)."""
     input_ids_N: torch.Tensor
     """int32 [N], what the model was fed."""
 
@@ -35,20 +38,30 @@ class RowSummary:
         return RowSummary(*(t.cpu() for t in vars(self).values()))
 
 
-def summarize(states: Iterable[torch.Tensor], input_ids: torch.Tensor) -> RowSummary:
-    """Summarize the rows of one step on the device that computed them; ``states`` holds [N, H] per depth."""
-    digests, squares, nonfinite, zero = [], [], [], []
-    for rows_NH in states:
+def summarize(
+    states: Sequence[torch.Tensor], input_ids: torch.Tensor, witness: Sequence[torch.Tensor] | None = None
+) -> RowSummary:
+    """Summarize the rows of one step on the device that computed them.
+
+    Args:
+        states: per depth [N, H].
+        input_ids: [N]
+        witness: per depth [N, C], the columns that :class:`tasks.extract.witness.Witness` saw; None if not watched.
+    """
+    digests, squares, nonfinite, zero, unlike = [], [], [], [], []
+    for depth, rows_NH in enumerate(states):
         digests.append(digest.row_digests(rows_NH))
         values = rows_NH.float()
         squares.append((values * values).sum(dim=1, dtype=torch.float64))
         nonfinite.append((~torch.isfinite(values)).sum(dim=1, dtype=torch.int32))
         zero.append(~(values != 0).any(dim=1))
+        unlike.append(unlike_rows(rows_NH, witness[depth]) if witness is not None else torch.zeros_like(zero[-1]))
     return RowSummary(
         torch.stack(digests, 1),
         torch.stack(squares, 1),
         torch.stack(nonfinite, 1),
         torch.stack(zero, 1),
+        torch.stack(unlike, 1),
         input_ids.to(torch.int32),
     )
 
@@ -67,10 +80,13 @@ class Sample:
     squares_TL: npt.NDArray[np.float64]
     nonfinite_TL: npt.NDArray[np.int32]
     zero_TL: npt.NDArray[np.bool_]
+    unlike_TL: npt.NDArray[np.bool_]
     input_ids_T: npt.NDArray[np.int32]
     filled: int = 0
     """Rows [0, filled) are there."""
     error: str | None = None
+    misshapen: tuple[tuple[int, ...], str] | None = None
+    """Shape [L, rows, ...] and element type of what was computed, where it is not what was asked for."""
 
     @property
     def complete(self) -> bool:
@@ -116,7 +132,7 @@ class Assembler:
             return
         sample = self._samples.get(key) or self._begin(key)
         num_rows = min(rows.stop - rows.start, sample.num_tokens - start)
-        if sample.complete or sample.error or num_rows <= 0:  # a decode step behind the prompt
+        if sample.complete or sample.error or sample.misshapen or num_rows <= 0:  # a decode step behind the prompt
             return
         if start > sample.filled:
             sample.error = (
@@ -131,12 +147,19 @@ class Assembler:
         sample.squares_TL[place] = summary.squares_NL[rows].numpy()
         sample.nonfinite_TL[place] = summary.nonfinite_NL[rows].numpy()
         sample.zero_TL[place] = summary.zero_NL[rows].numpy()
+        sample.unlike_TL[place] = summary.unlike_NL[rows].numpy()
         sample.input_ids_T[place] = summary.input_ids_N[rows].numpy()
         # A preempted request starts again: what lies behind the rows that came anew is of the abandoned attempt.
         sample.filled = start + num_rows
         if sample.complete:
             del self._samples[key], self._expected[key]
             self.on_complete(sample)
+
+    def refuse(self, key: str, shape: tuple[int, ...], dtype: str) -> None:
+        """Note that the states of a step have another shape or element type than asked for; the first such counts."""
+        if key in self._expected:
+            sample = self._samples.get(key) or self._begin(key)
+            sample.misshapen = sample.misshapen or (shape, dtype)
 
     def _begin(self, key: str) -> Sample:
         num_tokens, directory = self._expected[key]
@@ -156,6 +179,7 @@ class Assembler:
             squares_TL=np.full(shape, np.nan),
             nonfinite_TL=np.zeros(shape, np.int32),
             zero_TL=np.zeros(shape, np.bool_),
+            unlike_TL=np.zeros(shape, np.bool_),
             input_ids_T=np.full(num_tokens, -1, np.int32),
         )
         self._samples[key] = sample

@@ -42,7 +42,8 @@ class DirectTransfer:
         self._keep_states = keep_states
 
     def send(self, step: Step) -> None:
-        self._deliver(step.spans, step.states if self._keep_states else (), summarize(step.states, step.input_ids))
+        summary = summarize(step.states, step.input_ids, step.witness)
+        self._deliver(step.spans, step.states if self._keep_states else (), summary)
 
     @property
     def idle(self) -> bool:
@@ -97,7 +98,7 @@ class PinnedRing:
 
     def send(self, step: Step) -> None:
         num_rows = step.input_ids.shape[0]
-        on_device = summarize(step.states, step.input_ids)
+        on_device = summarize(step.states, step.input_ids, step.witness)
         began = perf_counter()
         pinned = self._free.get()
         self.waited += perf_counter() - began

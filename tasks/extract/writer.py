@@ -7,6 +7,7 @@ processes. Memory is bounded; when the writers fall behind, the engine waits.
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -17,7 +18,11 @@ import torch
 
 from tasks import digest
 from tasks.extract.assemble import Sample
-from tasks.vocabulary import DType, Receipt, digest_ids
+from tasks.vocabulary import DType, Profile, Receipt, digest_ids
+
+PROFILE_POSITIONS = 48
+PEAKS = 4
+PEAK_FACTOR = 8.0  # a row this many times the median row stands out
 
 #: Stage one sample: (directory, key, what the stage needs to know of the store, states [L, T, H] as uint16 bits or
 #: float32, ids [T]) -> {path: (bytes, crc32c)}
@@ -70,12 +75,15 @@ class Writer:
         stage_spec: Mapping[str, Any],
         threads: int,
         limit_bytes: int,
+        witnessed: bool = False,
     ) -> None:
+        self._witnessed = witnessed
         self._rank, self._world_size, self._dtype = rank, world_size, dtype
         self._stage, self._stage_spec = stage, stage_spec
         self.budget = ByteBudget(limit_bytes)
         self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="layertap-writer")
         self._receipts: dict[str, Future[Receipt]] = {}
+        self._row_digests: dict[str, npt.NDArray[np.int64]] = {}
 
     def submit(self, sample: Sample) -> None:
         """Take a complete sample; staged only where this rank keeps the states."""
@@ -87,7 +95,9 @@ class Writer:
         """Write the receipt of a sample that will not be completed."""
         if sample.states_LTH is not None:
             self.budget.release(sample.states_LTH.nbytes, written=False)
-        error = sample.error or f"only rows [0, {sample.filled}) of {sample.num_tokens} were computed"
+        error = sample.error
+        if error is None and sample.misshapen is None:
+            error = f"only rows [0, {sample.filled}) of {sample.num_tokens} were computed"
         done: Future[Receipt] = Future()
         done.set_result(self._receipt(sample, error=error))
         self._receipts[sample.key] = done
@@ -99,9 +109,13 @@ class Writer:
     def receipt(self, key: str) -> Receipt:
         return self._receipts[key].result()
 
+    def row_digests(self, key: str) -> bytes:
+        """Digests of every row of a sample whose receipt was not forgotten yet: int64 [T, L], little-endian."""
+        return self._row_digests[key].astype("<i8").tobytes()
+
     def forget(self, keys: Iterable[str]) -> None:
         for key in keys:
-            del self._receipts[key]
+            del self._receipts[key], self._row_digests[key]
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -111,40 +125,98 @@ class Writer:
         if states_LTH is None:
             return self._receipt(sample)
         try:
-            arrived = [
-                digest.sample_digest(digest.row_digests(states_LTH[depth]).numpy())
-                for depth in range(states_LTH.shape[0])
-            ]
+            arrived_TL = np.stack([digest.row_digests(rows_TH).numpy() for rows_TH in states_LTH], axis=1)
             bits = states_LTH.view(torch.uint16) if states_LTH.dtype == torch.bfloat16 else states_LTH
             objects = self._stage(sample.directory, sample.key, self._stage_spec, bits.numpy(), sample.input_ids_T)
-            return self._receipt(sample, objects=objects, arrived=arrived)
+            changed_TL, unwritten_TL = _changes(sample, states_LTH, arrived_TL)
+            return replace(
+                self._receipt(sample, objects=objects),
+                staged_digests=_digests(arrived_TL),
+                last_row=bits[-1, -1].numpy().tobytes(),
+                profile=_profile(sample.squares_TL, sample.hidden_size),
+                changed_rows=_counts(changed_TL),
+                unwritten_rows=_counts(unwritten_TL),
+            )
         except Exception as error:  # any fault of one sample is that sample's verdict, not the engine's end
             return self._receipt(sample, error=f"{type(error).__name__}: {error}")
         finally:
             self.budget.release(states_LTH.nbytes, written=True)
 
     def _receipt(
-        self,
-        sample: Sample,
-        *,
-        objects: Mapping[str, tuple[int, int]] | None = None,
-        arrived: list[str] | None = None,
-        error: str | None = None,
+        self, sample: Sample, *, objects: Mapping[str, tuple[int, int]] | None = None, error: str | None = None
     ) -> Receipt:
-        num_tokens, num_depths = sample.digests_TL.shape
-        hidden_size = sample.hidden_size
+        self._row_digests[sample.key] = sample.digests_TL
+        num_depths = sample.digests_TL.shape[1]
+        shape, dtype = sample.misshapen or ((num_depths, sample.filled, sample.hidden_size), self._dtype)
+        row_squares_TL = sample.squares_TL / sample.hidden_size
+        with np.errstate(invalid="ignore"):  # a model that computes NaN is told by other figures
+            rms = tuple(float(x) for x in np.sqrt(row_squares_TL.mean(axis=0)))
+            median_rms = tuple(float(x) for x in np.sqrt(np.median(row_squares_TL, axis=0)))
+        bad_TL = sample.nonfinite_TL > 0
+        # Once a row is NaN or infinite, every deeper state of it is: the stream only ever adds.
+        healed_TL = bad_TL & ~np.minimum.accumulate(bad_TL[:, ::-1], axis=1)[:, ::-1]
+        carried_TL = sample.digests_TL[:, 1:] == sample.digests_TL[:, :-1]
         return Receipt(
             key=sample.key,
             rank=self._rank,
             world_size=self._world_size,
-            shape=(num_depths, sample.filled, hidden_size),
-            dtype=self._dtype,
+            shape=shape,
+            dtype=dtype,
             ids_digest=digest_ids(sample.input_ids_T),
-            digests=tuple(digest.sample_digest(sample.digests_TL[:, d]) for d in range(num_depths)),
-            staged_digests=None if arrived is None else tuple(arrived),
-            rms=tuple(float(x) for x in np.sqrt(sample.squares_TL.sum(axis=0) / (num_tokens * hidden_size))),
-            nonfinite=tuple(int(x) for x in sample.nonfinite_TL.sum(axis=0)),
-            zero_rows=tuple(int(x) for x in sample.zero_TL.sum(axis=0)),
+            digests=_digests(sample.digests_TL),
+            rms=rms,
+            nonfinite=_counts(sample.nonfinite_TL),
+            zero_rows=_counts(sample.zero_TL),
             objects=objects,
             error=error,
+            unlike_rows=_counts(sample.unlike_TL) if self._witnessed else None,
+            healed_rows=_counts(healed_TL),
+            repeated_rows=tuple(repeated(sample.digests_TL[:, d], sample.input_ids_T) for d in range(num_depths)),
+            carried_rows=(0, *_counts(carried_TL)),
+            median_rms=median_rms,
         )
+
+
+def repeated(digests_T: npt.NDArray[np.int64], input_ids_T: npt.NDArray[np.int32]) -> int:
+    """Rows equal bit for bit to the row of another token.
+
+    Equal tokens may give equal rows: the embedding does, and so does a run of one token from the beginning.
+    """
+    order = np.lexsort((input_ids_T, digests_T))
+    digests, ids = digests_T[order], input_ids_T[order]
+    return int(((digests[1:] == digests[:-1]) & (ids[1:] != ids[:-1])).sum())
+
+
+def _counts(rows_TL: npt.NDArray[Any]) -> tuple[int, ...]:
+    return tuple(int(n) for n in rows_TL.sum(axis=0))
+
+
+def _digests(digests_TL: npt.NDArray[np.int64]) -> tuple[str, ...]:
+    return tuple(digest.sample_digest(digests_T) for digests_T in digests_TL.T)
+
+
+def _changes(
+    sample: Sample, states_LTH: torch.Tensor, arrived_TL: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Rows that arrived with other bits than the device had, and those of them that never arrived; bool [T, L]."""
+    changed_TL = arrived_TL != sample.digests_TL
+    unwritten_TL = np.zeros_like(changed_TL)
+    for token, depth in np.argwhere(changed_TL):
+        unwritten_TL[token, depth] = bool(torch.isnan(states_LTH[depth, token]).all())
+    return changed_TL, unwritten_TL
+
+
+def _profile(squares_TL: npt.NDArray[np.float64], hidden_size: int) -> Profile:
+    rms_TL = np.sqrt(squares_TL / hidden_size)
+    num_tokens = rms_TL.shape[0]
+    positions = np.unique(np.linspace(0, num_tokens - 1, min(num_tokens, PROFILE_POSITIONS)).astype(int))
+    peaks = []
+    for rms_T in rms_TL.T:
+        largest = np.argsort(rms_T)[::-1][:PEAKS]
+        limit = PEAK_FACTOR * np.median(rms_T)
+        peaks.append(tuple((int(t), float(rms_T[t])) for t in largest if rms_T[t] > limit))
+    return Profile(
+        positions=tuple(int(t) for t in positions),
+        rms=tuple(tuple(float(x) for x in rms_TL[positions, d]) for d in range(rms_TL.shape[1])),
+        peaks=tuple(peaks),
+    )
