@@ -44,7 +44,7 @@ import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import google_crc32c
@@ -356,11 +356,27 @@ def parse_record(document: bytes) -> Record:
     )
 
 
-def group_document(attributes: Mapping[str, Any] | None = None) -> bytes:
-    """``zarr.json`` of a plain group, as stock zarr writes it."""
+def root_document(attributes: Mapping[str, Any]) -> bytes:
+    """``zarr.json`` of the root group."""
     files: dict[str, Any] = {}
-    zarr.create_group(MemoryStore(files), attributes=dict(attributes or {}))
+    zarr.create_group(MemoryStore(files), attributes=dict(attributes))
     return bytes(files[RECORD].to_bytes())
+
+
+@cache
+def group_document() -> bytes:
+    """``zarr.json`` of a plain group."""
+    return root_document({})
+
+
+def is_group(document: bytes | None) -> bool:
+    """Whether this is ``zarr.json`` of a plain group, whichever version of zarr wrote it."""
+    try:
+        content = json.loads(document or b"")
+    except ValueError:
+        return False
+    plain: dict[str, Any] = json.loads(group_document())
+    return bool(content == plain)
 
 
 def array_documents(

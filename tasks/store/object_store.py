@@ -120,10 +120,11 @@ class ObjectBackend:
         return True
 
     def names(self, directory: str) -> list[str]:
-        prefix = directory.rstrip("/") + "/" if directory else None
-        found = self._try(lambda: obstore.list_with_delimiter(self._store, prefix))
+        prefix = directory.rstrip("/") + "/" if directory else ""
+        found = self._try(lambda: obstore.list_with_delimiter(self._store, prefix or None))
         paths = [*found["common_prefixes"], *(entry["path"] for entry in found["objects"])]
-        return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in paths)
+        # Servers over a file system list an emptied directory as an object of its own name.
+        return sorted({path[len(prefix) :].rstrip("/") for path in paths if path.startswith(prefix)} - {""})
 
     def remove(self, path: str) -> None:
         below = [f"{path}/{name}" for name in self.sizes(path)]
@@ -158,6 +159,7 @@ class ObjectBackend:
                 entry["path"][cut:]: entry["size"]
                 for batch in obstore.list(self._store, prefix, chunk_size=1000)
                 for entry in batch
+                if entry["path"].startswith(prefix)
             }
 
         return self._try(collect)

@@ -134,6 +134,7 @@ class Store:
             self.manifest = ManifestWriter(backend, run)
             self._quarantined = {name.removesuffix(".json") for name in backend.names(QUARANTINE)}
             self._shards = set(backend.names("samples"))
+            self._whole_shards: set[str] = set()
         except BaseException:
             self._lease.release()
             raise
@@ -222,7 +223,7 @@ class Store:
         documents[f"samples/{RECORD}"] = layout.group_document()
         for path, data in documents.items():
             self.backend.put(path, data)
-        self.backend.put(RECORD, layout.group_document(attributes))
+        self.backend.put(RECORD, layout.root_document(attributes))
 
     def __enter__(self) -> "Store":
         return self
@@ -358,10 +359,7 @@ class Store:
                 ("loss_mask/c.0", layout.seal(mask_T.astype(np.int8).tobytes())),
             ):
                 objects[path] = write_file(directory / path, data)
-        shard = sample.key[:2]
-        if shard not in self._shards:
-            self.backend.put(f"samples/{shard}/{RECORD}", layout.group_document())
-            self._shards.add(shard)
+        self._ensure_shard(sample.key[:2])
         attributes: dict[str, Any] = {
             "layout": layout.LAYOUT,
             "key": sample.key,
@@ -381,6 +379,15 @@ class Store:
             error_L2 = np.frombuffer((directory / "quantization_error/c.0.0").read_bytes()[:-4], dtype="<f4")
             attributes["quantization_error"] = [float(f"{mean:.3g}") for mean in error_L2[::2]]
         return Publication(directory, sample.key, objects, self.spec.templates.record(sample.num_tokens, attributes))
+
+    def _ensure_shard(self, shard: str) -> None:
+        """See to the group between ``samples`` and a sample. A run may have died after making its directory."""
+        if shard not in self._whole_shards:
+            path = f"samples/{shard}/{RECORD}"
+            if not layout.is_group(next(self.backend.read_all([path]))):
+                self.backend.put(path, layout.group_document())
+            self._shards.add(shard)
+            self._whole_shards.add(shard)
 
     def record(self, sources: Iterable[SourceRecord] = ()) -> None:
         """List in the manifest what was committed since the last call, and which sources share which samples.

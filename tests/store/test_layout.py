@@ -11,7 +11,7 @@ from zarr.storage import MemoryStore
 
 from tasks.store import Store, layout
 from tasks.store.layout import CHUNK_TOKENS, StateSpec
-from tests.store.conftest import fill, identity, make
+from tests.store.samples import fill, identity, make
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3"])

@@ -25,7 +25,7 @@ from tasks.store import (
 )
 from tasks.store.layout import CHUNK_TOKENS, sample_path
 from tasks.store.stage import stage_states
-from tests.store.conftest import Made, fill, identity, make, stage
+from tests.store.samples import Made, fill, identity, make, stage
 
 
 def directory(store: Store, sample: Made) -> Path:
@@ -235,7 +235,7 @@ def test_one_run_writes_at_a_time(tmp_path: Path) -> None:
 
 def test_staging_of_dead_runs_is_collected_and_that_of_live_ones_kept(tmp_path: Path) -> None:
     script = (
-        "import os, sys; from tasks.store import Store; from tests.store.conftest import *;"
+        "import os, sys; from tasks.store import Store; from tests.store.samples import *;"
         "s = Store.open(sys.argv[1], identity(), run='dead'); stage(s, make(s.identity, 9)); os._exit(9)"
     )
     assert subprocess.run([sys.executable, "-c", script, tmp_path], check=False).returncode == 9
