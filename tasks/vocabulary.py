@@ -195,6 +195,23 @@ class Receipt:
         return TypeAdapter(cls).validate_python(dict(values))
 
 
+Outcome = Literal["proved", "near tie", "failed"]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Whether r_L at a sample's last token gives the token that the engine sampled (see tasks.verify.proof)."""
+
+    outcome: Outcome
+    sampled: int
+    computed: int
+    """The most likely token by the checkpoint's norm and head."""
+    gap: float
+    """Logit of the computed token less that of the sampled."""
+    margin: float
+    """Up to this gap it is a near tie."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What the verification says of one sample."""
@@ -207,3 +224,5 @@ class Verdict:
     """One sentence with the figures."""
     receipts: Sequence[Receipt] = ()
     """All ranks' receipts, as evidence."""
+    proof: Proof | None = None
+    """None where r_L is not captured."""
