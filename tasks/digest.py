@@ -19,7 +19,8 @@ _ROWS_AT_ONCE = 2048  # bounds the 64-bit intermediate: 2048 rows of 7168 column
 
 
 @lru_cache(maxsize=8)
-def _weights(columns: int, device: torch.device) -> torch.Tensor:
+def column_weights(columns: int, device: torch.device) -> torch.Tensor:
+    """Odd int64 weights [columns], the same everywhere."""
     generator = np.random.Generator(np.random.Philox(key=_SEED))
     weights = generator.integers(0, 2**63, size=columns, dtype=np.int64) | 1
     return torch.from_numpy(weights).to(device)
@@ -35,7 +36,7 @@ def row_digests(rows_NH: torch.Tensor) -> torch.Tensor:
         int64 [N]
     """
     bits_NH = rows_NH.view(torch.int16 if rows_NH.element_size() == 2 else torch.int32)
-    weights_H = _weights(bits_NH.shape[1], bits_NH.device)
+    weights_H = column_weights(bits_NH.shape[1], bits_NH.device)
     digests_N = torch.empty(bits_NH.shape[0], dtype=torch.int64, device=bits_NH.device)
     for start in range(0, bits_NH.shape[0], _ROWS_AT_ONCE):
         block = bits_NH[start : start + _ROWS_AT_ONCE]
