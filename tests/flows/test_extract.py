@@ -22,7 +22,8 @@ pytestmark = pytest.mark.engine
 
 LENGTHS = (40, 33, 1, 17, 25, 9)
 ROWS: list[dict[str, Any]] = [
-    {"id": f"row/../{n}", "input_ids": list(range(1, n + 1)), "loss_mask": [(i + 1) % 2 for i in range(n)]} for n in LENGTHS
+    {"id": f"row/../{n}", "input_ids": list(range(1, n + 1)), "loss_mask": [(i + 1) % 2 for i in range(n)]}
+    for n in LENGTHS
 ]
 
 
