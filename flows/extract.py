@@ -92,9 +92,8 @@ def extract(
                 elif chunk.missing:
                     summary.add(futures[-1].result())
             summary.halted = engine.halted
-            for chunk, verdict in retries(
-                chunks, [] if engine.halted else summary.quarantined, wanted.audit.max_retries
-            ):
+            refused = [] if engine.halted else summary.quarantined
+            for chunk, verdict in retries(chunks, refused, wanted.audit.max_retries):
                 again: Any = extract_chunk.submit(chunk, table, target, engine, progress, suspect=True)
                 second: Any = verify_chunk.submit(chunk, again, table, examiner, profiles, earlier=verdict)
                 commit = commit_chunk.submit(chunk, second, table, target)

@@ -79,7 +79,7 @@ class CaptureMixin:
         # Dummy and warm-up batches run before the capture is opened.
         if self._open and scheduler_output.total_num_scheduled_tokens > 0:
             try:
-                step = self._read_step()
+                step = self._observe()
             except MisshapenStep as fault:
                 self._refuse(fault)
             else:
@@ -88,15 +88,17 @@ class CaptureMixin:
                     self._transfer.send(step)
         return output
 
-    def _read_step(self) -> Step | None:
-        """What the step has computed; the tests' workers script their faults here."""
-        step = read_step(self.model_runner, len(self._depths))
+    def _observe(self) -> Step | None:
+        """The step as it was computed, checked, with what the layers themselves were given."""
+        step = self._read_step()
         if step is None:
             return None
-        check_step(step, self.model_config.get_hidden_size(), self.model_config.dtype)
-        if self._witness is None:
-            return step
-        return replace(step, witness=self._witness.take(step.input_ids.shape[0]))
+        seen = None if self._witness is None else self._witness.take(step.input_ids.shape[0])
+        check_step(step, len(self._depths), self.model_config.get_hidden_size(), self.model_config.dtype)
+        return replace(step, witness=seen)
+
+    def _read_step(self) -> Step | None:
+        return read_step(self.model_runner, len(self._depths))
 
     def _refuse(self, fault: MisshapenStep) -> None:
         """Give up the samples of a step whose states have the wrong shape; the others go on."""

@@ -100,17 +100,17 @@ def read_step(model_runner: Any, depths: int) -> Step | None:
     return Step(spans, tuple(s[:rows] for s in states), input_ids[:rows])
 
 
-def check_step(step: Step, hidden_size: int, dtype: torch.dtype) -> None:
-    """Refuse a step whose states are not [N, H] of the element type asked for.
+def check_step(step: Step, depths: int, hidden_size: int, dtype: torch.dtype) -> None:
+    """Refuse a step whose states are not [N, H] at each depth, of the element type asked for.
 
     Raises:
         MisshapenStep: says what they are.
     """
     expected = (step.input_ids.shape[0], hidden_size)
-    if any(tuple(s.shape) != expected or s.dtype != dtype for s in step.states):
+    if len(step.states) != depths or any(tuple(s.shape) != expected or s.dtype != dtype for s in step.states):
         shape, found = observed(step.states)
         raise MisshapenStep(
-            f"the states of a step are {list(shape)} {found}, expected {list(expected)} {dtype}",
+            f"the states of a step are {list(shape)} {found}, expected {[depths, *expected]} {dtype}",
             step.spans,
             shape,
             found,
