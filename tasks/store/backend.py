@@ -51,6 +51,9 @@ class Files(Protocol):
     def read_all(self, paths: Sequence[str]) -> Iterator[bytes | None]:
         """Contents of files in this order, None for a missing one; fetches a few ahead where that pays."""
 
+    def read_summed(self, paths: Sequence[str]) -> Iterator[tuple[memoryview, int] | None]:
+        """As :meth:`read_all`, with the crc32c of each. A content is valid until the next one is taken."""
+
     def names(self, directory: str) -> list[str]:
         """Names directly in a directory, sorted; empty where there is none."""
 
@@ -60,6 +63,9 @@ class Backend(Files, Protocol):
 
     def put(self, path: str, data: bytes) -> None:
         """Write or replace a file, atomically and durably."""
+
+    def put_all(self, documents: Mapping[str, bytes]) -> None:
+        """As :meth:`put` for many small files at about the cost of one."""
 
     def remove(self, path: str) -> None:
         """Remove a file or a directory with all in it, if it is there."""

@@ -2,8 +2,6 @@
 
 from collections.abc import Iterator
 
-import google_crc32c
-
 from tasks.store.backend import Backend, Files
 from tasks.store.errors import DamagedSample
 from tasks.store.layout import RECORD, Record, parse_record, sample_path
@@ -40,17 +38,20 @@ def probe(backend: Backend, key: str, identity_digest: str) -> Record:
     return record
 
 
-def checked_files(files: Files, record: Record) -> Iterator[tuple[str, bytes]]:
+def checked_files(files: Files, record: Record) -> Iterator[tuple[str, memoryview]]:
     """Read all files of a sample but the record, each checked against the record: (path, content).
+
+    A content is valid until the next one is taken.
 
     Raises:
         DamagedSample: a file is missing, or not byte for byte what was committed.
     """
     directory = sample_path(record.key)
-    contents = files.read_all([f"{directory}/{path}" for path in record.objects])
-    for (path, (size, crc)), data in zip(record.objects.items(), contents, strict=True):
+    contents = files.read_summed([f"{directory}/{path}" for path in record.objects])
+    for (path, (size, crc)), content in zip(record.objects.items(), contents, strict=True):
+        data, found = content or (None, 0)
         _check_size(record, path, size, None if data is None else len(data))
-        if data is None or google_crc32c.value(data) != crc:
+        if data is None or found != crc:
             raise DamagedSample(record.key, f"{path} does not match its checksum")
         yield path, data
 

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -103,8 +103,16 @@ class ObjectBackend:
                 ahead.append(self._pool.submit(self._read_or_none, path))
             yield data
 
+    def read_summed(self, paths: Sequence[str]) -> Iterator[tuple[memoryview, int] | None]:
+        for data in self.read_all(paths):
+            yield None if data is None else (memoryview(data), google_crc32c.value(data))
+
     def put(self, path: str, data: bytes) -> None:
         self._try(lambda: obstore.put(self._store, path, data))
+
+    def put_all(self, documents: Mapping[str, bytes]) -> None:
+        for _ in self._pool.map(lambda item: self.put(*item), documents.items()):
+            pass
 
     def create(self, path: str, data: bytes) -> bool:
         """Write an object if there is none; whether it was this call that did."""

@@ -58,14 +58,14 @@ def stage_states(
     if states_LTH.dtype != spec.given_dtype:
         raise ValueError(f"states are {states_LTH.dtype}, the store takes {spec.dtype} as {spec.given_dtype}")
 
-    directory = Path(staging) / check_key(key)
+    directory = f"{os.fspath(staging)}/{check_key(key)}"
     written: dict[str, tuple[int, int]] = {}
 
     def write(path: str, *parts: bytes) -> None:
-        written[path] = write_file(directory / path, *parts)
+        written[path] = write_file(f"{directory}/{path}", *parts)
 
     def write_array(name: str, chunk: str, values: npt.NDArray[Any]) -> None:
-        (directory / name).mkdir(parents=True, exist_ok=True)
+        os.makedirs(f"{directory}/{name}", exist_ok=True)  # noqa: PTH103
         write(f"{name}/zarr.json", spec.templates.array(name, num_tokens))
         write(f"{name}/{chunk}", seal(values.tobytes()))
 
@@ -76,7 +76,8 @@ def stage_states(
         return spec.encode(_pad(quantizer(chunk_LtH, j) if quantizer else chunk_LtH, spec, num_tokens))
 
     with storage_failures(directory):
-        (directory / "hidden_states").mkdir(parents=True, exist_ok=True)
+        # Plain strings here and below: for small samples, pathlib takes as long as the system calls.
+        os.makedirs(f"{directory}/hidden_states", exist_ok=True)  # noqa: PTH103
         write("hidden_states/zarr.json", spec.templates.array("hidden_states", num_tokens))
         run = executor.map if executor is not None else map
         # An executor would take all chunks at once; a window keeps memory bounded.
@@ -109,7 +110,7 @@ def _pad(rows_LtH: npt.NDArray[Any], spec: StateSpec, num_tokens: int) -> npt.ND
     return padded
 
 
-def write_file(path: Path, *parts: bytes) -> tuple[int, int]:
+def write_file(path: str, *parts: bytes) -> tuple[int, int]:
     """Write a file; returns its bytes and crc32c. Large ones are flushed to the disk before this returns."""
     crc = 0
     for part in parts:
