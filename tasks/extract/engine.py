@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -98,7 +98,7 @@ class CaptureEngine:
         self._dead: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="layertap-engine", daemon=True)
 
-    def start(self) -> "CaptureEngine":
+    def start(self) -> Self:
         """Load the model and prove the capture on probe samples; returns when the engine is ready."""
         self._thread.start()
         try:
