@@ -4,10 +4,11 @@ from collections.abc import Iterator
 
 from tasks.store.backend import Backend, Files
 from tasks.store.errors import DamagedSample
-from tasks.store.layout import RECORD, Record, parse_record, sample_path
+from tasks.store.layout import RECORD, Record, StateSpec, parse_record, sample_path
+from tasks.vocabulary import Identity
 
 
-def load_record(files: Files, key: str, identity_digest: str) -> Record:
+def load_record(files: Files, key: str, identity: Identity) -> Record:
     """Read a sample's completion record, checked against itself, its place and the store.
 
     Raises:
@@ -16,22 +17,22 @@ def load_record(files: Files, key: str, identity_digest: str) -> Record:
     """
     document = files.read(f"{sample_path(key)}/{RECORD}")
     try:
-        record = parse_record(document)
+        record = parse_record(document, StateSpec.of(identity))
     except ValueError as error:
         raise DamagedSample(key, str(error)) from error
-    if record.key != key or record.identity != identity_digest:
+    if record.key != key or record.identity != identity.digest:
         raise DamagedSample(key, "its zarr.json belongs to another sample or store")
     return record
 
 
-def probe(backend: Backend, key: str, identity_digest: str) -> Record:
+def probe(backend: Backend, key: str, identity: Identity) -> Record:
     """Read a sample's completion record and check that all its files are there with their sizes.
 
     Raises:
         FileNotFoundError: the sample is not committed.
         DamagedSample: it is committed, but not whole.
     """
-    record = load_record(backend, key, identity_digest)
+    record = load_record(backend, key, identity)
     present = backend.sizes(sample_path(key))
     for path, (size, _) in record.objects.items():
         _check_size(record, path, size, present.get(path))

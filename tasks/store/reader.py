@@ -257,7 +257,7 @@ class Reader:
             DamagedSample: it is not what was committed.
         """
         try:
-            return load_record(self._files, key, self.identity.digest)
+            return load_record(self._files, key, self.identity)
         except FileNotFoundError:
             if key in self._entries:
                 raise DamagedSample(key, "its zarr.json is missing") from None
@@ -292,7 +292,7 @@ class Reader:
     def _read_files(self, record: Record, rows: Sequence[int]) -> tuple[npt.NDArray[Any], dict[str, bytes]]:
         """All files of a sample, checked: the states, and the content of the small arrays by path."""
         spec, num_tokens = self.spec, record.num_tokens
-        width = min(num_tokens, layout.CHUNK_TOKENS)
+        width = min(num_tokens, spec.chunk_tokens)
         states_LTH = np.empty((len(rows), num_tokens, spec.hidden_size), dtype=spec.stored_dtype)
         in_place = len(rows) == spec.num_depths and num_tokens == width
         if in_place:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from tasks.store.errors import storage_failures
 from tasks.store.fp8 import Quantizer
-from tasks.store.layout import CHUNK_TOKENS, StateSpec, check_key, num_chunks, seal
+from tasks.store.layout import StateSpec, check_key, seal
 
 STAGE = "tasks.store.stage:stage_states"
 """The name by which the engine's worker processes find :func:`stage_states`."""
@@ -75,7 +75,7 @@ def stage_states(
     quantizer = Quantizer(spec, num_tokens) if spec.is_fp8 else None
 
     def encode(j: int) -> tuple[bytes, bytes]:
-        chunk_LtH = _rows(states_LTH, j)
+        chunk_LtH = states_LTH[:, j * spec.chunk_tokens : (j + 1) * spec.chunk_tokens]
         return spec.encode(_pad(quantizer(chunk_LtH, j) if quantizer else chunk_LtH, spec, num_tokens))
 
     with storage_failures(directory):
@@ -84,7 +84,7 @@ def stage_states(
         write("hidden_states/zarr.json", spec.templates.array("hidden_states", num_tokens))
         run = executor.map if executor is not None else map
         # An executor would take all chunks at once; a window keeps memory bounded.
-        for window in _windows(num_chunks(num_tokens), 16):
+        for window in _windows(spec.num_chunks(num_tokens), 16):
             for j, parts in zip(window, run(encode, window), strict=True):
                 write(f"hidden_states/c.0.{j}.0", *parts)
         if quantizer:
@@ -99,13 +99,9 @@ def _windows(count: int, size: int) -> Iterator[range]:
         yield range(start, min(start + size, count))
 
 
-def _rows(states_LTH: npt.NDArray[Any], j: int) -> npt.NDArray[Any]:
-    return states_LTH[:, j * CHUNK_TOKENS : (j + 1) * CHUNK_TOKENS]
-
-
 def _pad(rows_LtH: npt.NDArray[Any], spec: StateSpec, num_tokens: int) -> npt.NDArray[Any]:
     """A chunk of the grid, contiguous; padded with the fill value where the sample ends inside it."""
-    width = min(num_tokens, CHUNK_TOKENS)
+    width = min(num_tokens, spec.chunk_tokens)
     if rows_LtH.shape[1] == width:
         return np.ascontiguousarray(rows_LtH)
     padded = np.full(spec.shape(width), spec.fill_value, dtype=spec.stored_dtype)

@@ -211,7 +211,7 @@ class Store:
             "identity": asdict(self.identity),
             "identity_digest": self.identity.digest,
             "logical_dtype": self.identity.dtype,
-            "chunk_tokens": layout.CHUNK_TOKENS,
+            "chunk_tokens": self.spec.chunk_tokens,
             "created": _now(),
         }
         if final_norm is not None:
@@ -268,7 +268,7 @@ class Store:
         if key[:2] not in self._shards:
             return False
         try:
-            record = probe(self.backend, key, self.identity.digest)
+            record = probe(self.backend, key, self.identity)
         except (FileNotFoundError, DamagedSample):
             return False
         if record.num_tokens != num_tokens:
@@ -311,7 +311,9 @@ class Store:
             for publication, won in zip(publications, self.backend.publish(publications), strict=True):
                 if won:
                     committed.append(publication.key)
-                    self._pending.entries[publication.key] = Entry.of(layout.parse_record(publication.record))
+                    self._pending.entries[publication.key] = Entry.of(
+                        layout.parse_record(publication.record, self.spec)
+                    )
                     self._release(publication.key)
         return committed
 
@@ -336,7 +338,7 @@ class Store:
     def _make_way(self, sample: StagedSample) -> bool:
         """Whether the key is free to commit to."""
         try:
-            record = probe(self.backend, sample.key, self.identity.digest)
+            record = probe(self.backend, sample.key, self.identity)
         except FileNotFoundError:
             leftovers = bool(self.backend.sizes(sample_path(sample.key)))
         except DamagedSample:

@@ -20,10 +20,11 @@ import tasks.store
 from infra.bench.store.common import alternate, bench_identity, heavy_tailed, print_machine, ratio
 from tasks.store import SourceRecord, StagedSample, Store
 from tasks.store.dataset import SampleDataset
-from tasks.store.layout import CHUNK_TOKENS
+from tasks.store.layout import chunk_tokens
 from tasks.store.stage import stage_states
 
 SAMPLES, T, H = 8, 512, 7168
+CHUNK_TOKENS = chunk_tokens(H)
 
 
 def write(place: Path, rounds: int, threads: int) -> None:
