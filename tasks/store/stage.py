@@ -17,6 +17,9 @@ from tasks.store.errors import storage_failures
 from tasks.store.fp8 import Quantizer
 from tasks.store.layout import CHUNK_TOKENS, StateSpec, check_key, num_chunks, seal
 
+STAGE = "tasks.store.stage:stage_states"
+"""The name by which the engine's worker processes find :func:`stage_states`."""
+
 # Larger files are flushed when written, so that the page cache does not fill up with states ahead of the disk;
 # smaller ones are flushed together by the commit, which spares small samples most of the cost.
 FLUSH_BYTES = 1 << 20

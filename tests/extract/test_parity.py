@@ -15,11 +15,11 @@ import torch
 from tasks.extract.checks import check
 from tasks.extract.config import Engine
 from tasks.extract.engine import CaptureEngine, EngineSpec, Job
-from tasks.extract.task import STAGE
 from tasks.layers import Layers
 from tasks.model import Checkpoint, read
 from tasks.store import StagedSample, Store
 from tasks.store import open as open_store
+from tasks.store.stage import STAGE
 from tasks.verify.config import Audit
 from tasks.verify.judge import Case, judge
 from tasks.vocabulary import Identity, PlannedSample, Receipt, digest_ids
