@@ -16,8 +16,9 @@ import numpy as np
 from tasks.model import Checkpoint
 from tasks.samples import Sample, SampleTableWriter
 from tasks.tokenize.config import Columns, Data
-from tasks.tokenize.encode import Encoded, How, RowEncoder
+from tasks.tokenize.encode import Encoded, RowEncoder
 from tasks.tokenize.errors import BadRow, BadRowError, Problem
+from tasks.tokenize.report import MAX_PROBLEMS, How, TokenizeReport
 from tasks.tokenize.rows import Item, decode, parse
 from tasks.tokenize.sources import MAX_LINE_BYTES, Row, rows
 from tasks.vocabulary import Identity
@@ -25,43 +26,9 @@ from tasks.vocabulary import Identity
 BATCH_ROWS = 64
 BATCH_BYTES = 2**20
 POOL_FROM_BATCHES = 8  # smaller inputs are done before another process has started
-MAX_PROBLEMS = 100
 
 Progress = Callable[[int, int], None]
 """Called with the rows read and the tokens kept so far."""
-
-
-@dataclass
-class TokenizeReport:
-    """What became of the rows."""
-
-    read: int = 0
-    kept: int = 0
-    """Samples in the table."""
-    skipped: dict[str, int] = field(default_factory=dict)
-    """Rows without a sample, by reason."""
-    truncated: int = 0
-    split: int = 0
-    """Rows that became several samples."""
-    tokens: int = 0
-    supervised_tokens: int = 0
-    duplicates: int = 0
-    """Samples with the same key as an earlier one."""
-    ids_used_twice: int = 0
-    """Source ids that stand for samples of different content."""
-    methods: dict[How, int] = field(default_factory=dict)
-    """Samples by how their loss mask came about."""
-    counts: dict[str, int] = field(default_factory=dict)
-    """Turns by role and tool calls in the table, and conversations with something worth a note."""
-    by_source: list[int] = field(default_factory=list)
-    """Rows read from each source."""
-    problems: list[Problem] = field(default_factory=list)
-    """The first rows without a sample, at most :data:`MAX_PROBLEMS`."""
-    seconds: float = 0.0
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True)
@@ -179,7 +146,7 @@ def outcomes(job: Job, scratch: Path) -> Generator[Outcome, None, None]:
     """
     batches = _batches(rows(job.data, scratch))
     head: list[list[Row]] = []
-    processes = job.data.processes or os.cpu_count() or 1
+    processes = job.data.processes or len(os.sched_getaffinity(0))
     if processes > 1:
         for batch in batches:
             head.append(batch)
@@ -209,29 +176,25 @@ def _batches(stream: Iterator[Row]) -> Iterator[list[Row]]:
         yield batch
 
 
-_worker: tuple[Job, RowEncoder] | None = None
+_encoder: tuple[Job, RowEncoder] | None = None
 
 
-def _start_worker(job: Job) -> None:
-    global _worker
-    _worker = job, job.encoder()
-
-
-def _process_in_worker(batch: list[Row]) -> list[Outcome]:
-    assert _worker is not None
-    return process(*_worker, batch)
+def _process_in_worker(job: Job, batch: list[Row]) -> list[Outcome]:
+    global _encoder
+    if _encoder is None:  # not in the pool's initializer, whose exceptions do not reach the caller
+        _encoder = job, job.encoder()
+    return process(*_encoder, batch)
 
 
 def _in_parallel(job: Job, processes: int, batches: Iterator[list[Row]]) -> Iterator[Outcome]:
     """Spread batches over processes, with a bounded number under way."""
-    job.encoder()  # what is wrong with the tokenizer is said here, not by a broken pool
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread in each process
-    pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_start_worker, initargs=(job,))
+    pool = ProcessPoolExecutor(processes, get_context("spawn"))
     under_way: deque[Future[list[Outcome]]] = deque()
     try:
         for batch in batches:
-            under_way.append(pool.submit(_process_in_worker, batch))
+            under_way.append(pool.submit(_process_in_worker, job, batch))
             if len(under_way) >= 2 * processes + 2:
                 yield from under_way.popleft().result()
         while under_way:

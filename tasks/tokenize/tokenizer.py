@@ -121,6 +121,8 @@ class TextTokenizer:
         self._control_pattern = re.compile(
             "|".join(map(re.escape, sorted(self.control, key=len, reverse=True))) or r"(?!)"
         )
+        tags = sorted(set(added) - self.control, key=len, reverse=True)
+        self._tag_pattern = re.compile("|".join(map(re.escape, tags)) or r"(?!)")
         self._cache: dict[tuple[str, bool], list[int]] = {}
         self._cached_chars = 0
         self._adds_bos = _adds_bos(directory, self.hf)
@@ -131,6 +133,10 @@ class TextTokenizer:
     def holds_control(self, text: str) -> bool:
         """Whether the text holds the string of a control token."""
         return self._control_pattern.search(text) is not None
+
+    def tags(self, text: str) -> list[str]:
+        """Added tokens in the text that are no control tokens, such as ``<think>``."""
+        return self._tag_pattern.findall(text)
 
     def escape(self, text: str, mark: str) -> str:
         """Put ``mark`` into each control token of the text, so that it is none any more."""
