@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 from matplotlib.figure import Figure
+from matplotlib.ticker import StrMethodFormatter
 
 BINS = 48
 
@@ -20,18 +21,18 @@ def draw_lengths(num_tokens: npt.NDArray[np.integer], path: Path, max_tokens: in
     figure = Figure(figsize=(7, 3.6), dpi=130, layout="constrained")
     axes = figure.subplots()
     if len(num_tokens):
-        top = int(num_tokens.max())
-        bins = np.unique(np.geomspace(1, top + 1, BINS).astype(np.int64)) if top > 1 else np.array([1, 2])
+        low, high = int(num_tokens.min()), int(num_tokens.max())
+        bins = np.unique(np.geomspace(low, high + 1, BINS).astype(np.int64))
         samples, _ = np.histogram(num_tokens, bins)
         tokens, _ = np.histogram(num_tokens, bins, weights=num_tokens)
-        axes.bar(bins[:-1], samples, np.diff(bins), align="edge", color="#8fb7de", label="samples")
+        bars = axes.bar(bins[:-1], samples, np.diff(bins), align="edge", color="#8fb7de", label="samples")
         axes.set_xscale("log")
-        axes.legend(loc="upper left", frameon=False)
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         share = axes.twinx()
-        share.stairs(tokens / tokens.sum() * 100, bins, color="#c0504d", label="share of tokens", baseline=None)
+        line = share.stairs(tokens / tokens.sum() * 100, bins, color="#c0504d", label="tokens", baseline=None)
         share.set_ylabel("% of all tokens")
         share.set_ylim(bottom=0)
-        share.legend(loc="upper right", frameon=False)
+        axes.legend(handles=[bars, line], loc="upper left", frameon=False)
         if max_tokens is not None:
             axes.axvline(max_tokens, color="#555555", linestyle="--", linewidth=1)
     axes.set_xlabel("tokens a sample")

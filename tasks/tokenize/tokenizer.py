@@ -180,6 +180,11 @@ class TextTokenizer:
             self._cached_chars -= len(oldest[0])
             del self._cache[oldest]
 
+    def forget(self) -> None:
+        """Empty the cache."""
+        self._cache.clear()
+        self._cached_chars = 0
+
     def encode(self, text: str, first: bool) -> list[int]:
         """Ids of ordinary text."""
         key = (text, first)
