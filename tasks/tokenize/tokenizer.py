@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tokenizers import Tokenizer, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from tasks.tokenize.errors import TokenizerError
 
@@ -269,6 +269,8 @@ def load(directory: Path, trust_remote_code: bool) -> tuple[Any, bool]:
             f"the tokenizer in {directory} is Python code that the checkpoint ships ({custom}); "
             "set `model.trust_remote_code: true` if you trust it"
         )
+    from transformers import AutoTokenizer  # imports torch, which takes seconds in each process
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             str(directory), trust_remote_code=trust_remote_code, local_files_only=True
