@@ -119,6 +119,8 @@ class RowEncoder:
         text, spans = masker.marked(messages, tools)
         if not text:
             raise BadRow("template", "the chat template renders the conversation as nothing")
+        if mark and f"\\u{ord(mark):04x}" in text.lower():
+            raise BadRow("template", "the chat template writes the text's control tokens in an encoding of its own")
         missing = missing_turn(messages, text)
         if missing:
             raise BadRow("turn-left-out", f"the chat template leaves out {missing}")

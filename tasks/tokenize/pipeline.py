@@ -3,12 +3,10 @@
 import os
 import time
 from array import array
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
-from multiprocessing import get_context
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +19,7 @@ from tasks.tokenize.errors import BadRow, BadRowError, Problem
 from tasks.tokenize.report import MAX_PROBLEMS, How, TokenizeReport
 from tasks.tokenize.rows import Item, decode, parse
 from tasks.tokenize.sources import MAX_LINE_BYTES, Row, rows
+from tasks.tokenize.workers import map_in_processes
 from tasks.vocabulary import Identity
 
 BATCH_ROWS = 64
@@ -44,6 +43,10 @@ class Job:
 
     def encoder(self) -> RowEncoder:
         return RowEncoder(self.directory, self.vocab_size, self.data, self.trust_remote_code)
+
+    def processor(self) -> "Callable[[list[Row]], list[Outcome]]":
+        """What turns a batch of rows into outcomes; each process makes its own."""
+        return partial(process, self, self.encoder())
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,8 +84,8 @@ def tokenize(
     job = Job(checkpoint.path, checkpoint.vocab_size, checkpoint.trust_remote_code, data, identity, max_model_len - 1)
     report = TokenizeReport(by_source=[0] * len(data.all_sources))
     seen = _Seen()
-    partial = out.with_name(out.name + ".partial")
-    with SampleTableWriter(partial) as table, closing(outcomes(job, out.parent)) as stream:
+    unfinished = out.with_name(out.name + ".partial")
+    with SampleTableWriter(unfinished) as table, closing(outcomes(job, out.parent)) as stream:
         for outcome in stream:
             _add(report, outcome)
             if outcome.problem and data.on_error == "fail":
@@ -92,7 +95,7 @@ def tokenize(
                 seen.add(sample)
             if on_progress:
                 on_progress(report.read, report.tokens)
-    partial.replace(out)
+    unfinished.replace(out)
     report.duplicates, report.ids_used_twice = seen.duplicates(), seen.ids_used_twice()
     report.seconds = time.monotonic() - started
     return report
@@ -151,11 +154,12 @@ def outcomes(job: Job, scratch: Path) -> Generator[Outcome, None, None]:
         for batch in batches:
             head.append(batch)
             if len(head) == POOL_FROM_BATCHES:
-                yield from _in_parallel(job, processes, _chain(head, batches))
+                for results in map_in_processes(job.processor, _chain(head, batches), processes):
+                    yield from results
                 return
-    encoder = job.encoder()
+    processor = job.processor()
     for batch in _chain(head, batches):
-        yield from process(job, encoder, batch)
+        yield from processor(batch)
 
 
 def _chain(head: Sequence[list[Row]], rest: Iterator[list[Row]]) -> Iterator[list[Row]]:
@@ -174,37 +178,6 @@ def _batches(stream: Iterator[Row]) -> Iterator[list[Row]]:
             batch, size = [], 0
     if batch:
         yield batch
-
-
-_encoder: tuple[Job, RowEncoder] | None = None
-
-
-def _process_in_worker(job: Job, batch: list[Row]) -> list[Outcome]:
-    global _encoder
-    if _encoder is None:  # not in the pool's initializer, whose exceptions do not reach the caller
-        _encoder = job, job.encoder()
-    return process(*_encoder, batch)
-
-
-def _in_parallel(job: Job, processes: int, batches: Iterator[list[Row]]) -> Iterator[Outcome]:
-    """Spread batches over processes, with a bounded number under way."""
-    before = os.environ.get("TOKENIZERS_PARALLELISM")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread in each process
-    pool = ProcessPoolExecutor(processes, get_context("spawn"))
-    under_way: deque[Future[list[Outcome]]] = deque()
-    try:
-        for batch in batches:
-            under_way.append(pool.submit(_process_in_worker, job, batch))
-            if len(under_way) >= 2 * processes + 2:
-                yield from under_way.popleft().result()
-        while under_way:
-            yield from under_way.popleft().result()
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-        if before is None:
-            del os.environ["TOKENIZERS_PARALLELISM"]
-        else:
-            os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
 def process(job: Job, encoder: RowEncoder, batch: Sequence[Row]) -> list[Outcome]:
