@@ -5,6 +5,7 @@ import io
 import pickle
 import tempfile
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -48,9 +49,10 @@ def rows(data: Data, scratch: Path) -> Iterator[Row]:
     Raises:
         SourceError: a source is missing, damaged or of an unknown format.
     """
+    names = Counter(path.name for s in data.all_sources if s.path for path in set(files(s.path)))
     streams: list[Iterator[Row]] = []
     for index, source in enumerate(data.all_sources):
-        stream = _source(index, source)
+        stream = _source(index, source, names)
         if data.shuffle_seed is not None:
             stream = _shuffled(stream, np.random.default_rng([data.shuffle_seed, index]), scratch)
         streams.append(islice(stream, source.limit))
@@ -85,13 +87,14 @@ def _shuffled(stream: Iterator[Row], rng: np.random.Generator, scratch: Path) ->
             yield row
 
 
-def _source(index: int, source: Source) -> Iterator[Row]:
+def _source(index: int, source: Source, names: Counter[str]) -> Iterator[Row]:
     if source.dataset is not None:
         yield from _dataset(index, source)
         return
     assert source.path is not None
     for path in files(source.path):
-        yield from (_parquet if _format(path) == PARQUET else _jsonl)(index, path, path.name)
+        name = path.name if names[path.name] == 1 else str(path)
+        yield from (_parquet if _format(path) == PARQUET else _jsonl)(index, path, name)
 
 
 def files(path: Path) -> list[Path]:
@@ -130,6 +133,11 @@ def _jsonl(index: int, path: Path, name: str) -> Iterator[Row]:
                 number += 1
                 if number == 1:
                     line = line.removeprefix(b"\xef\xbb\xbf")
+                    if line.lstrip().startswith(b"["):
+                        raise SourceError(
+                            f"{path} is one JSON array: write one object a line (jq -c '.[]' FILE), or name its "
+                            "directory as a `dataset`"
+                        )
                 value: bytes | None = line
                 if len(line) > MAX_LINE_BYTES:
                     value = None
@@ -160,7 +168,7 @@ def _parquet(index: int, path: Path, name: str) -> Iterator[Row]:
 
 
 def _dataset(index: int, source: Source) -> Iterator[Row]:
-    name = str(source.dataset)
+    name = f"{source.dataset}/{source.config}[{source.split}]" if source.config else f"{source.dataset}[{source.split}]"
     table = _load(source)
     number = 0
     for batch in table.with_format("arrow").iter(ROWS_PER_READ):

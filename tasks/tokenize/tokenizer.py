@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tokenizers import Tokenizer, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from tasks.tokenize.errors import TokenizerError
 
@@ -121,6 +121,8 @@ class TextTokenizer:
         self._control_pattern = re.compile(
             "|".join(map(re.escape, sorted(self.control, key=len, reverse=True))) or r"(?!)"
         )
+        tags = sorted(set(added) - self.control, key=len, reverse=True)
+        self._tag_pattern = re.compile("|".join(map(re.escape, tags)) or r"(?!)")
         self._cache: dict[tuple[str, bool], list[int]] = {}
         self._cached_chars = 0
         self._adds_bos = _adds_bos(directory, self.hf)
@@ -131,6 +133,10 @@ class TextTokenizer:
     def holds_control(self, text: str) -> bool:
         """Whether the text holds the string of a control token."""
         return self._control_pattern.search(text) is not None
+
+    def tags(self, text: str) -> list[str]:
+        """Added tokens in the text that are no control tokens, such as ``<think>``."""
+        return self._tag_pattern.findall(text)
 
     def escape(self, text: str, mark: str) -> str:
         """Put ``mark`` into each control token of the text, so that it is none any more."""
@@ -173,6 +179,11 @@ class TextTokenizer:
             oldest = next(iter(self._cache))
             self._cached_chars -= len(oldest[0])
             del self._cache[oldest]
+
+    def forget(self) -> None:
+        """Empty the cache."""
+        self._cache.clear()
+        self._cached_chars = 0
 
     def encode(self, text: str, first: bool) -> list[int]:
         """Ids of ordinary text."""
@@ -258,6 +269,8 @@ def load(directory: Path, trust_remote_code: bool) -> tuple[Any, bool]:
             f"the tokenizer in {directory} is Python code that the checkpoint ships ({custom}); "
             "set `model.trust_remote_code: true` if you trust it"
         )
+    from transformers import AutoTokenizer  # imports torch, which takes seconds in each process
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             str(directory), trust_remote_code=trust_remote_code, local_files_only=True

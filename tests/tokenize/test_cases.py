@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from infra.assets.tokenizers import tokenizer as kimi
 from tasks.tokenize.errors import BadRow, TokenizerError
+from tasks.tokenize.tokenizer import SELF_TEST
 from tests.tokenize.conftest import CHATML, Maker, chat, encode, encoder, supervised, whole
 
 TOOLS = """
@@ -247,6 +249,14 @@ def test_control_tokens_in_the_users_text_are_text(chatml: Path) -> None:
     assert encoded.counts["control_tokens_as_text"] == 1
 
 
+def test_a_template_that_encodes_control_tokens_its_own_way_is_refused(make_checkpoint: Maker) -> None:
+    template = CHATML.replace("m.content +", "(m.content | tojson(ensure_ascii=True)) +")
+    rows = encoder(make_checkpoint(template))
+    assert supervised(rows, encode(rows, chat("a", "b"))) == ['"b"<|im_end|>']
+    with pytest.raises(BadRow, match="control tokens in an encoding of its own"):
+        encode(rows, chat(FORGED, "b"))
+
+
 def test_control_tokens_can_be_parsed(chatml: Path) -> None:
     rows = encoder(chatml, special_tokens="parse")
     end = rows.tokenizer.added["<|im_end|>"]
@@ -363,3 +373,27 @@ def test_kimis_control_tokens_are_one_id_each_way(tmp_path: Path) -> None:
     (tmp_path / "kimi_tokenizer.py").write_text(code.replace(known, fewer))
     with pytest.raises(TokenizerError, match=r"'</think>' is token \d+ .* encodes to \[\d+, "):
         encode(encoder(tmp_path, trust_remote_code=True), chat("a", "b"))
+
+
+def test_pieces_of_a_tokenizer_that_marks_the_start_of_a_text(tmp_path: Path) -> None:
+    """With prepend_scheme "first", only the first piece of a text gets the mark of a blank."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
+    alphabet = sorted({c for t in SELF_TEST for c in t} | set("Hello abcyuser<|im_start|>end assistant"))
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(["Hello you, user assistant"] * 4, trainer)
+    tokenizer.add_special_tokens(
+        [AddedToken(t, special=True, normalized=False) for t in ("<|im_start|>", "<|im_end|>")]
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    (tmp_path / "chat_template.jinja").write_text(CHATML.replace("\\n", "<|im_start|>"))
+    rows = encoder(tmp_path)
+    encoded = encode(rows, chat("Hello you", "Hi you"))
+    text = "".join(
+        f"<|im_start|>{r}<|im_start|>{c}<|im_end|><|im_start|>"
+        for r, c in [("user", "Hello you"), ("assistant", "Hi you")]
+    )
+    assert encoded.input_ids.tolist() == tokenizer.encode(text).ids
+    assert encode(rows, {"text": "Hello you"}).input_ids.tolist() == tokenizer.encode("Hello you").ids

@@ -233,7 +233,7 @@ KIMI_K25 = """
 {%- for m in messages if m.role == 'assistant' and not m.tool_calls -%}{%- set ns.last = loop.index0 -%}{%- endfor -%}
 {%- set ns.n = -1 -%}
 {%- for m in messages -%}
-  {{- '<|im_' + m.role + '|>' + m.role + '<|im_middle|>' -}}
+  {{- '<|im_' + ('system' if m.role == 'tool' else m.role) + '|>' + m.role + '<|im_middle|>' -}}
   {%- if m.role == 'assistant' -%}
     {%- if not m.tool_calls -%}{%- set ns.n = ns.n + 1 -%}{%- endif -%}
     {%- if ns.n < ns.last or not m.tool_calls -%}<think></think>

@@ -99,7 +99,7 @@ def test_revision_and_split_reach_the_hub(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     data = Data(sources=(Source(dataset="org/chats", config="en", revision="abc123", split="test[:1%]"),))
-    assert [r.file for r in read(tmp_path, data)] == ["org/chats"] * 2
+    assert [r.file for r in read(tmp_path, data)] == ["org/chats/en[test[:1%]]"] * 2
     assert asked == [(("org/chats", "en"), {"revision": "abc123", "split": "test[:1%]"})]
 
 
@@ -123,6 +123,22 @@ def test_patterns_read_files_by_name(tmp_path: Path) -> None:
         write(tmp_path / name, CHATS)
     found = [(r.file, r.number) for r in read(tmp_path, Data(path=tmp_path / "*.jsonl"))]
     assert found == [("a.jsonl", 1), ("a.jsonl", 2), ("b.jsonl", 1), ("b.jsonl", 2)]
+
+
+def test_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    paths = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        paths.append(write(tmp_path / name / "c.jsonl", CHATS[:1]))
+    found = read(tmp_path, Data(sources=tuple(Source(path=p) for p in paths)))
+    assert [r.file for r in found] == [str(p) for p in paths]
+    assert [r.file for r in read(tmp_path, Data(path=paths[0]))] == ["c.jsonl"]
+
+
+def test_a_json_array_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "c.json").write_text(json.dumps(CHATS))
+    with pytest.raises(SourceError, match=r"c\.json is one JSON array: write one object a line"):
+        read(tmp_path, Data(path=tmp_path / "c.json"))
 
 
 def test_weights_limits_and_order(tmp_path: Path) -> None:
