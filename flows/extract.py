@@ -72,6 +72,8 @@ def extract(
         )
         chunks = plan_chunks(table, target, wanted.chunk_tokens)
         summary.reused = record_reused(chunks, table, target)
+        if any(chunk.missing for chunk in chunks):
+            target.write_provenance(wanted.provenance())
         with (
             Progress(chunks) as progress,
             LazyEngine(engine_spec(checkpoint, identity, wanted.engine, target)) as engine,

@@ -56,3 +56,13 @@ def differing_rows(digests_TL: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[n
     for other in others:
         differ_TL |= other != first
     return differ_TL
+
+
+def repeated_rows(digests_T: npt.NDArray[np.int64], input_ids_T: npt.NDArray[np.int32]) -> int:
+    """Rows of one depth that are equal bit for bit to the row of another token.
+
+    Equal tokens may give equal rows: the embedding does, and so does a run of one token from the beginning.
+    """
+    order = np.lexsort((input_ids_T, digests_T))
+    digests, ids = digests_T[order], input_ids_T[order]
+    return int(((digests[1:] == digests[:-1]) & (ids[1:] != ids[:-1])).sum())

@@ -193,8 +193,13 @@ class CaptureMixin:
         Args:
             directory: to stage them in.
             samples: key -> tokens.
-            suspect: whether every rank keeps the values of their rows for :meth:`layertap_evidence`.
+            suspect: whether every rank keeps the values of their rows for :meth:`layertap_evidence`; nothing else may
+                be in the engine then.
         """
+        if suspect:
+            # A NaN that an earlier sample left there would come into others: masked out is multiplied by zero.
+            for cache in self.model_runner.kv_caches:
+                cache.zero_()
         with self._lock:
             for key, num_tokens in samples.items():
                 self._assembler.expect(key, num_tokens, Path(directory))

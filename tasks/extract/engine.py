@@ -69,7 +69,7 @@ class Job:
     on_sample: Callable[[str, int], None] = lambda key, num_tokens: None
     """Called on the engine's thread with each sample the engine has finished, and its tokens."""
     suspect: bool = False
-    """Whether every rank keeps the samples' values, to be compared where ranks disagree."""
+    """Whether every rank keeps the samples' values, to be compared where ranks disagree; it runs by itself."""
     receipts: Future[dict[str, list[Receipt]]] = field(default_factory=Future)
     _next_tokens: dict[str, int] = field(default_factory=dict)
 
@@ -280,6 +280,8 @@ class CaptureEngine:
                     return
             ahead = ADMIT_STEPS * self.spec.engine.max_num_batched_tokens
             while admitted < len(active) and sum(len(owner[k].samples[k]) for k in owner) < ahead:
+                if owner and (active[admitted].suspect or any(job.suspect for job in owner.values())):
+                    break
                 self._admit(vllm_engine, active[admitted], owner)
                 admitted += 1
             if owner:

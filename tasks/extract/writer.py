@@ -17,11 +17,8 @@ import torch
 from tasks import digest
 from tasks.extract.assemble import Sample
 from tasks.extract.memory import HostMemory
-from tasks.vocabulary import DType, Profile, Receipt, digest_ids
-
-PROFILE_POSITIONS = 48
-PEAKS = 4
-PEAK_FACTOR = 8.0  # a row this many times the median row stands out
+from tasks.profile import profile_of
+from tasks.vocabulary import DType, Receipt, digest_ids
 
 #: Stage one sample: (directory, key, what the stage needs to know of the store, states [L, T, H] as uint16 bits or
 #: float32, ids [T]) -> {path: (bytes, crc32c)}
@@ -99,7 +96,7 @@ class Writer:
                 self._receipt(sample, objects=objects),
                 staged_digests=_digests(arrived_TL),
                 last_row=bits[-1, -1].numpy().tobytes(),
-                profile=_profile(sample.squares_TL, sample.hidden_size),
+                profile=profile_of(np.sqrt(sample.squares_TL / sample.hidden_size)),
                 changed_rows=_counts(changed_TL),
                 unwritten_rows=_counts(unwritten_TL),
             )
@@ -137,20 +134,12 @@ class Writer:
             error=error,
             unlike_rows=_counts(sample.unlike_TL) if self._witnessed else None,
             healed_rows=_counts(healed_TL),
-            repeated_rows=tuple(repeated(sample.digests_TL[:, d], sample.input_ids_T) for d in range(num_depths)),
+            repeated_rows=tuple(
+                digest.repeated_rows(sample.digests_TL[:, d], sample.input_ids_T) for d in range(num_depths)
+            ),
             carried_rows=(0, *_counts(carried_TL)),
             median_rms=median_rms,
         )
-
-
-def repeated(digests_T: npt.NDArray[np.int64], input_ids_T: npt.NDArray[np.int32]) -> int:
-    """Rows equal bit for bit to the row of another token.
-
-    Equal tokens may give equal rows: the embedding does, and so does a run of one token from the beginning.
-    """
-    order = np.lexsort((input_ids_T, digests_T))
-    digests, ids = digests_T[order], input_ids_T[order]
-    return int(((digests[1:] == digests[:-1]) & (ids[1:] != ids[:-1])).sum())
 
 
 def _counts(rows_TL: npt.NDArray[Any]) -> tuple[int, ...]:
@@ -170,19 +159,3 @@ def _changes(
     for token, depth in np.argwhere(changed_TL):
         unwritten_TL[token, depth] = bool(torch.isnan(states_LTH[depth, token]).all())
     return changed_TL, unwritten_TL
-
-
-def _profile(squares_TL: npt.NDArray[np.float64], hidden_size: int) -> Profile:
-    rms_TL = np.sqrt(squares_TL / hidden_size)
-    num_tokens = rms_TL.shape[0]
-    positions = np.unique(np.linspace(0, num_tokens - 1, min(num_tokens, PROFILE_POSITIONS)).astype(int))
-    peaks = []
-    for rms_T in rms_TL.T:
-        largest = np.argsort(rms_T)[::-1][:PEAKS]
-        limit = PEAK_FACTOR * np.median(rms_T)
-        peaks.append(tuple((int(t), float(rms_T[t])) for t in largest if rms_T[t] > limit))
-    return Profile(
-        positions=tuple(int(t) for t in positions),
-        rms=tuple(tuple(float(x) for x in rms_TL[positions, d]) for d in range(rms_TL.shape[1])),
-        peaks=tuple(peaks),
-    )

@@ -106,9 +106,7 @@ class Summary:
 
     def markdown(self) -> str:
         """The summary for the Prefect UI."""
-        lines = ["| | |", "|---|---|"]
-        lines += [f"| {name} | {_cell(value)} |" for name, value in self.lines()]
-        return "\n".join([f"**{self.message}**", "", *lines])
+        return f"**{self.message}**\n\n{markdown_table(self.lines())}"
 
     def lines(self) -> list[tuple[str, str]]:
         """What there is to say, as names and values."""
@@ -138,6 +136,11 @@ class Summary:
         for name, value in self.lines():
             table.add_row(name, value)
         return table
+
+
+def markdown_table(lines: Sequence[tuple[str, str]]) -> str:
+    """Names and values as a table of two columns."""
+    return "\n".join(["| | |", "|---|---|", *(f"| {_cell(name)} | {_cell(value)} |" for name, value in lines)])
 
 
 def _cell(text: str) -> str:

@@ -117,7 +117,7 @@ def parse_shape(text: str) -> list[Shape]:
     """
     match = re.fullmatch(r"(?:(\d+)\s*\*\s*)?\[?\s*(\d+(?:\s*[x,]\s*\d+)*)\s*,?\s*\]?", text.strip())
     if match is None:
-        raise ValueError(f"{text!r} is no shape; write 512x7168, [512,7168] or 771*[512]")
+        raise ValueError(f"{text!r} is no file and no shape; write 512x7168, [512,7168] or 771*[512]")
     shape = tuple(int(n) for n in re.split(r"\s*[x,]\s*", match[2]))
     return [shape] * int(match[1] or 1)
 
@@ -201,6 +201,10 @@ def _of_one(shape: Shape, e: Expected) -> Iterator[_Found]:
                 )
             return
     elif len(shape) == 2:
+        if L is not None and shape[0] == L and shape[1] in e.lengths and shape[1] != H:
+            text = f"the hidden axis is lost: {list(shape)} = [L, T], {shape[1]} values for {shape[1]} tokens, one each"
+            yield "hidden axis lost", text, 1
+            return
         tensor = _Tensor(shape, None, shape[0], shape[1])
     else:
         return
@@ -228,7 +232,8 @@ def _token_shard(t: _Tensor, e: Expected) -> Iterator[_Found]:
         if t.rows == -(-length // size) and t.rows not in e.lengths:
             yield (
                 "sequence-parallel rows",
-                f"one rank's share of the rows (sequence parallelism): {t.rows} = {length} / {size}, rounded up",
+                f"one rank's share of the rows (sequence parallelism): {t.rows} = {length} / {size}"
+                + (", rounded up" if length % size else ""),
                 1,
             )
             return
@@ -266,7 +271,7 @@ def _rows_missing(t: _Tensor, e: Expected) -> Iterator[_Found]:
     blocks = [length for length in longer if (length - t.rows) % _BLOCK == 0]
     for length in dict.fromkeys(blocks or longer[-1:]):
         k = length - t.rows
-        whole = f", {k // _BLOCK} blocks of {_BLOCK}" if k % _BLOCK == 0 else ""
+        whole = f", {k // _BLOCK} x {_BLOCK} as caches keep them" if k % _BLOCK == 0 else ""
         yield (
             "cached prefix",
             f"rows of a cached prefix are missing: {t.rows} = {length} - {k}{whole}",

@@ -22,9 +22,9 @@ from tasks.store import open as open_store
 from tasks.store.stage import STAGE
 from tasks.verify.config import Audit
 from tasks.verify.judge import Case, judge
+from tasks.verify.reference import residual_states
 from tasks.vocabulary import Identity, PlannedSample, Receipt, digest_ids
 from tests.checkpoints import checkpoint_path
-from tests.reference import residual_states
 
 TOLERANCE = 1e-4
 BATCHED_TOKENS = 256

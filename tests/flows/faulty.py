@@ -41,7 +41,7 @@ class FaultyWorker(CpuCaptureWorker):
         self._residual: dict[int, torch.Tensor] = {}
         self._alone: dict[int, torch.Tensor] = {}
         self._normed = torch.empty(0)
-        self._elsewhere: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._elsewhere: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         stack = self.model_runner.get_model().model
         for depth, layer in enumerate(stack.layers):
             layer.register_forward_pre_hook(self._look(depth, 1))
@@ -95,19 +95,20 @@ class FaultyWorker(CpuCaptureWorker):
         if step is None or not self._open:
             return step
         step = replace(step, states=tuple(s.clone() for s in step.states), input_ids=step.input_ids.clone())
-        plain = step
-        for place, span in enumerate(step.spans):
-            if fault := STEP_FAULTS.get(self._fault(span.request_id)):
-                step = fault(self, step, place)
-        for span in plain.spans:
-            if not self._fault(span.request_id) and span.rows.stop - span.rows.start > 3:
-                self._elsewhere = (torch.stack(plain.states)[:, span.rows].clone(), plain.input_ids[span.rows].clone())
+        for span in step.spans:
+            self._elsewhere.pop(span.request_id, None)
+            rows_LNH = torch.stack(step.states)[:, span.rows]
+            self._elsewhere[span.request_id] = (rows_LNH, step.input_ids[span.rows].clone())
+        faults = [(self._fault(span.request_id), place) for place, span in enumerate(step.spans)]
+        # What changes the step as a whole comes last; the others need its rows as they are.
+        for fault, place in sorted(faults, key=lambda f: f[0] in WHOLE_STEP):
+            if fault in STEP_FAULTS:
+                step = STEP_FAULTS[fault](self, step, place)
         return step
 
-    def foreign(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def foreign(self, request_id: str, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows [L, n, H] and ids [n] of another request that was computed before."""
-        assert self._elsewhere is not None
-        states, ids = self._elsewhere
+        states, ids = next(rows for other, rows in reversed(self._elsewhere.items()) if other != request_id)
         rows = torch.arange(num_rows) % ids.shape[0]
         return states[:, rows], ids[rows]
 
@@ -163,7 +164,9 @@ def _rows(change: Callable[[FaultyWorker, list[torch.Tensor], slice], None]) -> 
     """A fault that changes the sample's rows of the states in place."""
 
     def fault(worker: FaultyWorker, step: Step, place: int) -> Step:
-        change(worker, list(step.states), step.spans[place].rows)
+        rows = step.spans[place].rows
+        if rows.stop - rows.start > 4:  # a sample's first or last few rows may be in another step than the others
+            change(worker, list(step.states), rows)
         return step
 
     return fault
@@ -184,17 +187,19 @@ def _states(change: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> StepF
 
 def _all_foreign(worker: FaultyWorker, step: Step, place: int) -> Step:
     rows = step.spans[place].rows
-    states, ids = worker.foreign(rows.stop - rows.start)
+    states, ids = worker.foreign(step.spans[place].request_id, rows.stop - rows.start)
     for depth, rows_NH in enumerate(step.states):
         rows_NH[rows] = states[depth]
     step.input_ids[rows] = ids
     return step
 
 
-def _foreign_states(worker: FaultyWorker, states: list[torch.Tensor], rows: slice) -> None:
-    foreign, _ = worker.foreign(rows.stop - rows.start)
-    for depth, rows_NH in enumerate(states):
-        rows_NH[rows] = foreign[depth]
+def _foreign_states(worker: FaultyWorker, step: Step, place: int) -> Step:
+    rows = step.spans[place].rows
+    states, _ = worker.foreign(step.spans[place].request_id, rows.stop - rows.start)
+    for depth, rows_NH in enumerate(step.states):
+        rows_NH[rows] = states[depth]
+    return step
 
 
 def _from(what: Callable[[FaultyWorker, int], torch.Tensor]) -> StepFault:
@@ -254,7 +259,7 @@ def _carry(worker: FaultyWorker, states: list[torch.Tensor], rows: slice) -> Non
 
 STEP_FAULTS: dict[str, StepFault] = {
     "rows of one request under another": _all_foreign,
-    "rows of one request under another's tokens": _rows(_foreign_states),
+    "rows of one request under another's tokens": _foreign_states,
     "one layer too deep": _from(lambda w, k: w._residual[min(k + 1, max(w._residual))]),
     "one layer too shallow": _from(lambda w, k: w._residual[k - 1]),
     "residual not added": _from(lambda w, k: w._alone[k]),
@@ -278,6 +283,9 @@ STEP_FAULTS: dict[str, StepFault] = {
     "two depths exchanged": _rows(_exchange),
     "rows carried to the next depth": _rows(_carry),
 }
+
+
+WHOLE_STEP = ("token-sharded states", "a layer less", "hidden axis lost", "another element type")
 
 
 def _overwrite(states: tuple[torch.Tensor, ...], span: Span) -> None:
