@@ -16,6 +16,10 @@ import torch
 from tasks import digest
 from tasks.extract.witness import unlike_rows
 
+#: Poison: a row that is never written has NaN in its first columns, where it could hold plausible zeros or another
+#: sample's states. Filling whole rows would cost as much as writing them.
+POISONED_COLUMNS = 8
+
 
 @dataclass(frozen=True)
 class RowSummary:
@@ -62,7 +66,9 @@ def _examine(rows_NH: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if rows_NH.is_cuda:
         from tasks.extract.row_kernel import examine_rows
 
-        return examine_rows(rows_NH, digest.column_weights(rows_NH.shape[1], rows_NH.device))
+        return examine_rows(
+            rows_NH, digest.column_weights(rows_NH.shape[1] * rows_NH.element_size() // 2, rows_NH.device)
+        )
     values = rows_NH.float()
     return (
         digest.row_digests(rows_NH),
@@ -188,8 +194,7 @@ class Assembler:
             num_bytes = num_tokens * self.num_depths * self.hidden_size * self.dtype.itemsize
             buffer = self.take(num_bytes)
             states = buffer[:num_bytes].view(self.dtype).view(self.num_depths, num_tokens, self.hidden_size)
-            # Poison: a row that is never written is found as NaN, not as plausible zeros or another sample's states.
-            states.fill_(torch.nan)
+            states[:, :, :POISONED_COLUMNS] = torch.nan
         sample = Sample(
             key=key,
             num_tokens=num_tokens,

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from tasks import digest
-from tasks.extract.assemble import Sample
+from tasks.extract.assemble import POISONED_COLUMNS, Sample
 from tasks.extract.memory import HostMemory
 from tasks.profile import profile_of
 from tasks.vocabulary import DType, Receipt, digest_ids
@@ -157,5 +157,5 @@ def _changes(
     changed_TL = arrived_TL != sample.digests_TL
     unwritten_TL = np.zeros_like(changed_TL)
     for token, depth in np.argwhere(changed_TL):
-        unwritten_TL[token, depth] = bool(torch.isnan(states_LTH[depth, token]).all())
+        unwritten_TL[token, depth] = bool(torch.isnan(states_LTH[depth, token, :POISONED_COLUMNS]).all())
     return changed_TL, unwritten_TL
