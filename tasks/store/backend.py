@@ -71,7 +71,10 @@ class Backend(Files, Protocol):
         """Remove a file or a directory with all in it, if it is there."""
 
     def incomplete(self, expected: Iterable[Expected]) -> Iterator[str]:
-        """Keys of which a file is missing or has another size."""
+        """Keys of which a file is missing or has another size.
+
+        An object store may look for samples only, not for each of their files, where there are very many.
+        """
 
     def sizes(self, path: str) -> dict[str, int]:
         """Bytes of each file in a directory and below, by path relative to it; empty where there is none."""

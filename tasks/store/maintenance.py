@@ -360,4 +360,4 @@ def gc(url: str | os.PathLike[str]) -> Collection:
 
 
 def _gb(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

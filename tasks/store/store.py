@@ -245,7 +245,8 @@ class Store:
         """Keys, in the order given, of samples that are not in the store whole.
 
         A sample counts as present if it is committed with this length and all its files have the sizes that were
-        committed. The manifest says what to look for; a key it does not list is looked up in the store itself.
+        committed. The manifest says what to look for; a key it does not list is looked up in the store itself. Of
+        more than 5,000 samples in an object store, where a file is whole or absent, only the presence is checked.
 
         Args:
             planned: (key, tokens) of each sample.

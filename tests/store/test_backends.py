@@ -304,3 +304,16 @@ def test_files_of_a_backend(url: str) -> None:
         assert backend.sizes("a") == {"b/c": 2, "d": 1}
         backend.remove("a")
         assert backend.sizes("a") == {}
+
+
+def test_very_many_samples_in_an_object_store_are_looked_up_by_name(
+    memory: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = some(*range(1, 9))
+    monkeypatch.setattr(object_store, "_IN_FULL", 7)
+    with Store.open(memory(), identity()) as store:
+        fill(store, samples)
+        store.backend.remove(sample_path(samples[3].key))
+        store.backend.remove(f"{sample_path(samples[5].key)}/input_ids/c.0")
+        assert store.missing(planned(samples)) == [samples[3].key]
+        assert store.missing(planned(samples[5:])) == [samples[5].key]
