@@ -199,7 +199,7 @@ class RowEncoder:
         """Index of the first token at or after each end of a span.
 
         A character inside a piece must be where a token ends; if ``exact``, None is the answer when it is not,
-        else the token that reaches across it counts to what is before.
+        else the token that reaches across it counts to what is before, and the report counts it.
         """
         bounds = {p.start: starts[i] for i, p in enumerate(rendered.pieces)}
         bounds[len(rendered.text)] = starts[-1]
@@ -211,6 +211,7 @@ class RowEncoder:
             if common < len(prefix):
                 if exact:
                     return None
+                rendered.counts["ends_inside_a_token"] += 1
                 length = len(_up_to(rendered, piece, at))
                 common += 1
                 while common < len(whole) and len(self.tokenizer.encoder.decode(whole[:common])) < length:

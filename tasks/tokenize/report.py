@@ -33,7 +33,13 @@ class TokenizeReport:
     methods: dict[How, int] = field(default_factory=dict)
     """Samples by how their loss mask came about."""
     counts: dict[str, int] = field(default_factory=dict)
-    """Turns by role and tool calls in the table, and conversations with something worth a note."""
+    """Turns by role and tool calls in the table; and what is worth a note:
+
+    * ``control_tokens_as_text``: rows whose text holds a control token, read as ordinary text.
+    * ``reasoning_left_out``: turns whose reasoning the template does not write.
+    * ``turns_without_end_token``: turns that the template does not end with a control token.
+    * ``ends_inside_a_token``: turns whose first characters share a token with their header and are not supervised.
+    """
     by_source: list[int] = field(default_factory=list)
     """Rows read from each source."""
     problems: list[Problem] = field(default_factory=list)

@@ -25,6 +25,7 @@ JSONL = (".jsonl", ".json", ".ndjson")
 COMPRESSED = (".gz", ".zst")
 PARQUET = ".parquet"
 ROWS_PER_READ = 256
+DEFAULT_SPLIT = "train"
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ def _parquet(index: int, path: Path, name: str) -> Iterator[Row]:
 
 
 def _dataset(index: int, source: Source) -> Iterator[Row]:
-    name = f"{source.dataset}/{source.config}[{source.split}]" if source.config else f"{source.dataset}[{source.split}]"
+    name = "/".join(filter(None, (source.dataset, source.config))) + f"[{source.split or DEFAULT_SPLIT}]"
     table = _load(source)
     number = 0
     for batch in table.with_format("arrow").iter(ROWS_PER_READ):
@@ -181,20 +182,20 @@ def _load(source: Source) -> Any:
     """The split of a data set, memory-mapped."""
     import datasets  # takes seconds, and most data is files
 
-    name = str(source.dataset)
+    name, split = str(source.dataset), source.split or DEFAULT_SPLIT
     saved = any((Path(name) / f).is_file() for f in ("state.json", "dataset_dict.json"))
     try:
         if saved:
             loaded = datasets.load_from_disk(name)
             if isinstance(loaded, datasets.DatasetDict):
-                if source.split not in loaded:
-                    raise SourceError(f"{name} has no split {source.split!r}; it has {', '.join(loaded)}")
-                loaded = loaded[source.split]
+                if split not in loaded:
+                    raise SourceError(f"{name} has no split {split!r}; it has {', '.join(loaded)}")
+                loaded = loaded[split]
             return loaded
-        return datasets.load_dataset(name, source.config, revision=source.revision, split=source.split)
+        return datasets.load_dataset(name, source.config, revision=source.revision, split=split)
     except (OSError, ValueError, pa.ArrowException, datasets.exceptions.DatasetsError) as e:
         raise SourceError(
-            f"the data set {name} (split {source.split}, revision {source.revision or 'newest'}) cannot be loaded: "
+            f"the data set {name} (split {split}, revision {source.revision or 'newest'}) cannot be loaded: "
             f"{type(e).__name__}: {e}"
         ) from e
 

@@ -226,6 +226,7 @@ def test_qwen3_a_turn_that_starts_with_a_newline_shares_a_token_with_its_header(
     rows = rows_of("qwen3")
     encoded = encode(rows, chat("One?", "\nFirst.", "Two?", "Second."))
     assert supervised(rows, encoded) == ["First.<|im_end|>", "Second.<|im_end|>"]
+    assert encoded.counts["ends_inside_a_token"] == 1
 
 
 KIMI_K25 = """

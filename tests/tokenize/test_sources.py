@@ -8,6 +8,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from jsonschema import Draft202012Validator
 from pydantic import ValidationError
 
 from tasks.tokenize import sources
@@ -16,6 +17,7 @@ from tasks.tokenize.errors import BadRow, SourceError
 from tasks.tokenize.rows import Conversation, decode, parse
 from tasks.tokenize.sources import Row, rows
 
+SCHEMA = Draft202012Validator(Data.model_json_schema())
 CALL = {"id": "c0", "type": "function", "function": {"name": "f", "arguments": '{"a": "5", "b": null}'}}
 CHATS: list[dict[str, Any]] = [
     {
@@ -190,6 +192,24 @@ def test_a_line_without_end_is_reported_and_read_past(tmp_path: Path, monkeypatc
 def test_a_wrong_configuration_is_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         Data.model_validate(values)
+    if "belong to" not in message:
+        assert not SCHEMA.is_valid(values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"path": "a.jsonl"},
+        {"path": "a.jsonl", "sources": [], "limit": None, "shuffle_seed": 3},
+        {"path": None, "sources": [{"path": "a.jsonl", "dataset": None}, {"dataset": "b", "split": "test"}]},
+        {"sources": [{"path": "a.jsonl", "weight": 0.5, "columns": {"roles": {"bot": "assistant"}}}]},
+    ],
+)
+def test_a_right_configuration_fits_the_schema(values: dict[str, Any]) -> None:
+    data = Data.model_validate(values)
+    SCHEMA.validate(values)
+    assert Data.model_validate(data.model_dump(mode="json")) == data
+    SCHEMA.validate(data.model_dump(mode="json", exclude_defaults=True))
 
 
 SHAREGPT = {
