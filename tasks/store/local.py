@@ -64,8 +64,11 @@ class StagingArea:
         return directory
 
     def drop(self, directory: Path) -> None:
-        shutil.rmtree(directory, ignore_errors=True)
-        self._locks.pop(directory).release()
+        lock = self._locks.pop(directory)
+        try:
+            shutil.rmtree(directory, ignore_errors=True)
+        finally:
+            lock.release()
 
     def collect(self) -> int:
         """Remove the directories whose owners are dead."""
