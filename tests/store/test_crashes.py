@@ -20,7 +20,7 @@ class Killed(BaseException):
 
 
 def samples() -> list[Made]:
-    return [make(identity(), n, seed=i) for i, n in enumerate((3, 600, 5, 9))]
+    return [make(identity(), n, seed=i) for i, n in enumerate((3, 520, 5))]
 
 
 def run(url: str) -> list[str]:
@@ -74,7 +74,7 @@ STEPS = {
         (Path, "rename"),
         (Path, "replace"),
         (Path, "unlink"),
-        (local, "_sync_file_system"),
+        (local.LocalBackend, "_barrier"),
         (local.shutil, "rmtree"),
     ],
     "memory": [(object_store.obstore, "put"), (object_store.obstore, "delete")],
@@ -112,14 +112,14 @@ def test_a_kill_before_any_step(
         assert set(tasks.store.open(url).source_ids) == {f"of {s.key}" for s in samples()}
         if place == "local":
             assert list((Path(url) / ".layertap/staging").iterdir()) == []
-    assert {0, 2, 4} <= outcomes
+    assert outcomes == {0, 2, 3}
 
 
 def test_a_disk_that_fills_up_at_any_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> Any:
         raise OSError(28, os.strerror(28))
 
-    for owner, name in ((os, "write"), (Path, "write_bytes"), (Path, "mkdir"), (local, "_sync_file_system")):
+    for owner, name in ((os, "write"), (Path, "write_bytes"), (Path, "mkdir"), (local.LocalBackend, "_barrier")):
         original = getattr(owner, name)
         for number in range(0, 60, 3):
             url = str(tmp_path / f"{name}-{number}")
@@ -136,15 +136,15 @@ def test_a_disk_that_fills_up_at_any_write(tmp_path: Path, monkeypatch: pytest.M
                     run(url)
                     done = True
                 except StorageFailure as failure:
-                    done = False
-                    assert "free space and run again" in str(failure)
+                    done, message = False, str(failure)
             if done:
                 break
+            assert "free space and run again" in message
             before = whole(url) if (Path(url) / "zarr.json").exists() else set()
             assert set(run(url)).isdisjoint(before)
             assert whole(url) == {s.key for s in samples()}
 
 
 def test_kill_9(tmp_path: Path) -> None:
-    outcome = play(str(tmp_path / "store"), rounds=3, seed=1)
+    outcome = play(str(tmp_path / "store"), rounds=2, seed=1)
     assert outcome.clean, outcome

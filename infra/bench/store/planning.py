@@ -75,7 +75,7 @@ def link(root: Path, first: str, files: tuple[str, ...], all_keys: list[str]) ->
             shutil.copytree(root / first, base)
         directory = root / sample_path(key)
         for name in ("hidden_states", "input_ids", "loss_mask"):
-            os.makedirs(directory / name)
+            (directory / name).mkdir(parents=True)
         for file in files:
             os.link(base / file, directory / file)
 
