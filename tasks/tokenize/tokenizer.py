@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tasks.tokenize.errors import TokenizerError
 
-CACHE_CHARS = 16 * 2**20
+CACHE_BYTES = 64 * 2**20
 CACHE_ENTRY_CHARS = 2**17
 
 CONTROL_IN_TEXT = re.compile(r"<\|[^\s|<>]{1,60}\|>|<｜[^\s｜<>]{1,60}｜>")
@@ -124,7 +124,8 @@ class TextTokenizer:
         tags = sorted(set(added) - self.control, key=len, reverse=True)
         self._tag_pattern = re.compile("|".join(map(re.escape, tags)) or r"(?!)")
         self._cache: dict[tuple[str, bool], list[int]] = {}
-        self._cached_chars = 0
+        self._long: list[tuple[str, bool]] = []
+        self._cached_bytes = 0
         self._adds_bos = _adds_bos(directory, self.hf)
         declared = _json(directory / "tokenizer_config.json").get("added_tokens_decoder") or {}
         self._declared = {str(t["content"]): int(i) for i, t in declared.items()}
@@ -168,22 +169,29 @@ class TextTokenizer:
         encoded = self.encoder.encode([t for t, _ in missing], [f for _, f in missing])
         for key, ids in zip(missing, encoded, strict=True):
             self._cache[key] = ids
-            self._cached_chars += len(key[0])
+            self._cached_bytes += _cost(key[0], ids)
+            if len(key[0]) > CACHE_ENTRY_CHARS:
+                self._long.append(key)
 
     def trim_cache(self) -> None:
         """Forget long texts, and the oldest ones beyond the cache's size."""
-        for key in [k for k in self._cache if len(k[0]) > CACHE_ENTRY_CHARS]:
-            self._cached_chars -= len(key[0])
-            del self._cache[key]
-        while self._cached_chars > CACHE_CHARS:
+        for key in self._long:
+            self._cached_bytes -= _cost(key[0], self._cache.pop(key))
+        self._long.clear()
+        while self._cached_bytes > CACHE_BYTES:
             oldest = next(iter(self._cache))
-            self._cached_chars -= len(oldest[0])
-            del self._cache[oldest]
+            self._cached_bytes -= _cost(oldest[0], self._cache.pop(oldest))
+
+    @property
+    def cached(self) -> list[str]:
+        """Texts in the cache."""
+        return [text for text, _ in self._cache]
 
     def forget(self) -> None:
         """Empty the cache."""
         self._cache.clear()
-        self._cached_chars = 0
+        self._long.clear()
+        self._cached_bytes = 0
 
     def encode(self, text: str, first: bool) -> list[int]:
         """Ids of ordinary text."""
@@ -247,6 +255,11 @@ class TextTokenizer:
         if "allow_special_tokens" in inspect.signature(self.hf.encode).parameters:
             return list(self.hf.encode(text))
         return list(self.hf.encode(text, add_special_tokens=False))
+
+
+def _cost(text: str, ids: list[int]) -> int:
+    """About how many bytes an entry of the cache takes."""
+    return 300 + 2 * len(text) + 16 * len(ids)
 
 
 def load(directory: Path, trust_remote_code: bool) -> tuple[Any, bool]:
