@@ -3,6 +3,7 @@
 import os
 import sys
 import warnings
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -77,6 +78,83 @@ def show(
         show_samples(reader.listing(), len(reader), limit, console)
     except StoreError as error:
         raise _stop(error) from None
+
+
+@app.command()
+def audit(
+    store: Annotated[str, typer.Argument(help="Directory or URL of the store.")],
+    model: Annotated[
+        str | None, typer.Option(help="The checkpoint that filled it, if it is elsewhere than the store's runs say.")
+    ] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            help="Recompute states and compare: `hf` by Hugging Face's forward, `solo` by the engine, one at a time."
+        ),
+    ] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="How many samples to recompute; all by default.")] = None,
+    html: Annotated[Path, typer.Option(help="Where the report goes.")] = Path("audit.html"),
+) -> None:
+    """Check every stored byte, and prove the values against the checkpoint. Ends with 0 only if nothing is wrong."""
+    if reference not in (None, "hf", "solo"):
+        raise _stop(ValueError(f"--reference {reference}: choose hf or solo"))
+    if samples is not None and reference is None:
+        raise _stop(ValueError("--samples says how many to recompute; choose how with --reference hf or solo"))
+    from flows.audit import audit as flow
+
+    _log_to_terminal()
+    state: Any = flow(store, model, reference, samples, html, return_state=True)
+    report: Any = state.result(raise_on_failure=False)
+    if isinstance(report, BaseException):
+        raise _stop(report)
+    from tasks.report.audit_page import terminal
+
+    console.print(terminal(report))
+    console.print(f"report: {html}", highlight=False)
+    if not report.passed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor(
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            help="Files (.pt, .safetensors, Zarr), or shapes such as 512x7168 or 771*[512].", show_default=False
+        ),
+    ],
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers that were to be captured, L.")] = None,
+    hidden: Annotated[int | None, typer.Option(min=1, help="Hidden size of the model, H.")] = None,
+    lengths: Annotated[str, typer.Option(help="Tokens of the samples, e.g. 512,259.")] = "",
+    tp: Annotated[int, typer.Option(min=1, help="Ranks of tensor parallelism.")] = 1,
+    num_layers: Annotated[int | None, typer.Option(min=1, help="Decoder layers of the model.")] = None,
+) -> None:
+    """Say what probably happened to hidden states of the wrong shape, with the arithmetic."""
+    from tasks.verify.diagnose import Expected, describe, explain, parse_shape
+    from tasks.verify.shapes import UnreadableFile, read_shapes
+
+    try:
+        known = tuple(int(n) for n in lengths.replace(",", " ").split())
+    except ValueError:
+        raise _stop(ValueError(f"--lengths {lengths}: write numbers with commas between, e.g. 512,259")) from None
+    raw: list[tuple[int, ...]] = []
+    groups: list[tuple[str, list[tuple[int, ...]], tuple[int, ...]]] = []
+    try:
+        for file in files:
+            if Path(file).exists() or Path(file).suffix in (".pt", ".pth", ".ckpt", ".bin", ".safetensors"):
+                contents = read_shapes(Path(file))
+                own = known or (() if contents.num_tokens is None else (contents.num_tokens,))
+                groups.append((f"{file}: ", list(contents.shapes), own))
+            else:
+                raw += parse_shape(file)
+    except (UnreadableFile, ValueError) as error:
+        raise _stop(error) from None
+    if raw:
+        groups.append(("", raw, known))
+    for name, shapes, own in groups:
+        expected = Expected(layers, hidden, own, tp, num_layers)
+        console.print(f"{name}{describe(shapes)}", highlight=False, markup=False, soft_wrap=True)
+        console.print(explain(shapes, expected), highlight=False, markup=False, soft_wrap=True)
 
 
 def _log_to_terminal() -> None:

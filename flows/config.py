@@ -99,3 +99,7 @@ class Extraction(BaseModel):
             dtype=self.dtype,
             numerics=self.engine.numerics,
         )
+
+    def provenance(self) -> dict[str, Any]:
+        """What the store keeps of a run: enough to audit it and to run it again."""
+        return self.model_dump(mode="json", include={"model", "layers", "dtype", "data", "chunk_tokens", "engine"})

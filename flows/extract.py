@@ -14,11 +14,15 @@ from flows.config import Extraction
 from tasks.extract.checks import check
 from tasks.extract.task import LazyEngine, engine_spec, extract_chunk
 from tasks.model import resolve
+from tasks.plan.chunks import retries
 from tasks.plan.task import plan_chunks
+from tasks.report.picture import Profiles
 from tasks.report.progress import Progress
 from tasks.report.summary import Summary
+from tasks.report.task import report_run
 from tasks.store.task import commit_chunk, open_store, record_reused
 from tasks.tokenize.task import tokenize_data
+from tasks.verify.examine import Examiner
 from tasks.verify.task import verify_chunk
 from tasks.vocabulary import Chunk
 
@@ -56,6 +60,8 @@ def extract(
     check(checkpoint, wanted.layers, wanted.dtype, wanted.engine)
     identity = wanted.identity(checkpoint)
     summary = Summary(store=wanted.store)
+    examiner = Examiner(checkpoint, identity, wanted.engine.tensor_parallel_size, wanted.audit)
+    profiles = Profiles(identity.depths)
 
     with (
         tempfile.TemporaryDirectory(prefix="layertap-") as scratch,
@@ -66,6 +72,8 @@ def extract(
         )
         chunks = plan_chunks(table, target, wanted.chunk_tokens)
         summary.reused = record_reused(chunks, table, target)
+        if any(chunk.missing for chunk in chunks):
+            target.write_provenance(wanted.provenance())
         with (
             Progress(chunks) as progress,
             LazyEngine(engine_spec(checkpoint, identity, wanted.engine, target)) as engine,
@@ -75,15 +83,25 @@ def extract(
                 receipts: Any = extract_chunk.submit(chunk, table, target, engine, progress)
                 steps.append((chunk, [receipts]))
                 if chunk.missing:
-                    verdicts: Any = verify_chunk.submit(chunk, receipts, table, identity, wanted.engine, wanted.audit)
+                    verdicts: Any = verify_chunk.submit(chunk, receipts, table, examiner, profiles, engine.halt)
                     commit = commit_chunk.submit(chunk, verdicts, table, target)
                     steps[-1][1].extend((verdicts, commit))
             wait([futures[-1] for _, futures in steps])
-        for chunk, futures in steps:
-            failed = next((f.state for f in futures if not f.state.is_completed()), None)
-            if failed is not None:
-                summary.failed_chunks[chunk.name] = str(failed.message or failed.name)
-            elif chunk.missing:
-                summary.add(futures[-1].result())
+            for chunk, futures in steps:
+                failed = next((f.state for f in futures if not f.state.is_completed()), None)
+                if failed is not None:
+                    summary.failed_chunks[chunk.name] = str(failed.message or failed.name)
+                elif chunk.missing:
+                    summary.add(futures[-1].result())
+            summary.halted = engine.halted
+            refused = [] if engine.halted else summary.quarantined
+            for chunk, verdict in retries(chunks, refused, wanted.audit.max_retries):
+                again: Any = extract_chunk.submit(chunk, table, target, engine, progress, suspect=True)
+                second: Any = verify_chunk.submit(chunk, again, table, examiner, profiles, earlier=verdict)
+                commit = commit_chunk.submit(chunk, second, table, target)
+                wait([commit])
+                if commit.state.is_completed():
+                    summary.add_retry(commit.result(), verdict.key)
         summary.finish(progress, engine.started is not None)
+        report_run(summary, profiles, run)
     return (Completed if summary.complete else Failed)(message=summary.message, data=summary)

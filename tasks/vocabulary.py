@@ -104,6 +104,30 @@ class Chunk:
 
 
 @dataclass(frozen=True)
+class Profile:
+    """How large the states of one sample are along its tokens: enough for a picture, small enough for a receipt."""
+
+    positions: tuple[int, ...]
+    """Token positions, evenly spread over the sample."""
+    rms: tuple[tuple[float, ...], ...]
+    """Per depth, the root mean square of the rows at these positions."""
+    peaks: tuple[tuple[tuple[int, float], ...], ...]
+    """Per depth, (position, RMS) of the largest rows that stand out from the median row."""
+
+
+@dataclass(frozen=True)
+class RowEvidence:
+    """What a rank keeps of single rows, fetched only where ranks disagree."""
+
+    digests: bytes
+    """int64 [T, L], little-endian: :func:`tasks.digest.row_digests` of every row."""
+    rows: tuple[int, ...] = ()
+    """Rows whose values were fetched."""
+    values: bytes | None = None
+    """float32 [L, len(rows), H], little-endian; None where the rank kept no values (see the retry)."""
+
+
+@dataclass(frozen=True)
 class Receipt:
     """What one rank says of one sample it captured. Small enough for the engine's message queue."""
 
@@ -131,9 +155,36 @@ class Receipt:
     """The token that the engine sampled greedily after the sample."""
     error: str | None = None
     """What went wrong on this rank (incomplete rows, a failed write); the other fields may then be empty."""
+    rows: tuple[tuple[int, int], ...] | None = None
+    """Token ranges [start, stop) that this rank holds where ranks share the rows; None if it holds all."""
+    unlike_rows: tuple[int, ...] | None = None
+    """Per depth, rows that differ from what the decoder layer was itself given; None if that was not watched."""
+    healed_rows: tuple[int, ...] = ()
+    """Per depth, rows that are NaN or infinite here and finite at a deeper depth, as no residual stream is."""
+    repeated_rows: tuple[int, ...] = ()
+    """Per depth, rows equal bit for bit to the row of another token."""
+    carried_rows: tuple[int, ...] = ()
+    """Per depth, rows equal bit for bit to the same token's at the depth captured before; 0 for the first."""
+    median_rms: tuple[float, ...] = ()
+    """Per depth, the median over the rows of their root mean square: massive activations do not move it."""
+    changed_rows: tuple[int, ...] | None = None
+    """Per depth, rows that arrived at the writer with other bits, where this rank staged the sample."""
+    unwritten_rows: tuple[int, ...] | None = None
+    """Of these, rows that still held the poison of an unwritten buffer."""
+    last_row: bytes | None = None
+    """Bits of the deepest state at the last token as they arrived at the writer, where this rank staged the sample."""
+    profile: Profile | None = None
+    """Where this rank staged the sample."""
+    evidence: RowEvidence | None = None
+    """Where ranks disagree."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    def to_evidence(self) -> dict[str, Any]:
+        """The part that is kept of a refused sample: figures and digests, no values, in what JSON can hold."""
+        bulky = ("objects", "last_row", "profile", "evidence")
+        return {k: v for k, v in asdict(self).items() if k not in bulky and v is not None}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Receipt":
@@ -143,6 +194,23 @@ class Receipt:
             pydantic.ValidationError: a field is missing or of another type.
         """
         return TypeAdapter(cls).validate_python(dict(values))
+
+
+Outcome = Literal["proved", "near tie", "failed"]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Whether r_L at a sample's last token gives the token that the engine sampled (see tasks.verify.proof)."""
+
+    outcome: Outcome
+    sampled: int
+    computed: int
+    """The most likely token by the checkpoint's norm and head."""
+    gap: float
+    """Logit of the computed token less that of the sampled."""
+    margin: float
+    """Up to this gap it is a near tie."""
 
 
 @dataclass(frozen=True)
@@ -157,3 +225,5 @@ class Verdict:
     """One sentence with the figures."""
     receipts: Sequence[Receipt] = ()
     """All ranks' receipts, as evidence."""
+    proof: Proof | None = None
+    """None where r_L is not captured."""

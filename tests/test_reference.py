@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from tasks.verify.reference import decoder, load, residual_states
 from tests.checkpoints import byte_tokenizer, checkpoint_path
-from tests.reference import decoder, load, residual_states
 
 TINY = ("llama", "qwen3", "deepseek", "kimi")
 IDS = np.random.default_rng(1).integers(0, 256, size=40)

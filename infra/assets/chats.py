@@ -75,13 +75,26 @@ def _demo_mix() -> Iterator[Json]:
     talk = pick("chitchat", 12, 900, lambda c, text: len(c["messages"]) >= 6)
     talk += pick("chitchat", 2, 3_200, lambda c, text: len(text) >= 2_500)
     foreign = pick("chatterbot", 16, 400, lambda c, text: not text.isascii())
-    tools = pick("bfcl", 8, 900, lambda c, text: "multi_turn" in c["id"])
-    tools += pick("bfcl", 8, 600, lambda c, text: not text.isascii())
+    tools = [_calls_as_text(c) for c in pick("bfcl", 8, 900, lambda c, text: "multi_turn" in c["id"])]
+    tools += [_calls_as_text(c) for c in pick("bfcl", 8, 600, lambda c, text: not text.isascii())]
     code = pick("human-eval", 10, 900, lambda c, text: True)
     yield from [*talk, *foreign, *tools, *code]
     # Sets collected from several places repeat conversations under other ids.
     for again in [talk[0], foreign[0], tools[0], code[0]]:
         yield again | {"id": f"again/{again['id']}"}
+
+
+def _calls_as_text(conversation: Json) -> Json:
+    """The same conversation for a model whose chat template knows no tools: a call is something the assistant says."""
+
+    def spoken(message: Json) -> Json:
+        calls = [call["function"] for call in message.get("tool_calls", [])]
+        said = [
+            f'<tool_call>{{"name": "{call["name"]}", "arguments": {call["arguments"]}}}</tool_call>' for call in calls
+        ]
+        return {"role": message["role"], "content": "\n".join(said) if said else message["content"]}
+
+    return {"id": conversation["id"], "messages": [spoken(message) for message in conversation["messages"]]}
 
 
 def write_jsonl(path: Path, conversations: Iterator[Json]) -> None:

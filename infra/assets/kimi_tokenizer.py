@@ -27,7 +27,7 @@ PATTERN = "|".join(
 )
 
 
-class KimiTokenizer(PreTrainedTokenizer):
+class KimiTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
     """Ranks from ``tiktoken.model``, control tokens from ``added_tokens_decoder``."""
 
     vocab_files_names = {"vocab_file": "tiktoken.model"}  # noqa: RUF012

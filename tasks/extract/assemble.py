@@ -5,7 +5,7 @@ earlier position, and rows the engine did not compute (a prefix cache) leave a g
 its rows cover [0, T) without a gap.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +14,11 @@ import numpy.typing as npt
 import torch
 
 from tasks import digest
+from tasks.extract.witness import unlike_rows
+
+#: Poison: a row that is never written has NaN in its first columns, where it could hold plausible zeros or another
+#: sample's states. Filling whole rows would cost as much as writing them.
+POISONED_COLUMNS = 8
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,8 @@ class RowSummary:
     """int32 [N, L], elements that are NaN or infinite."""
     zero_NL: torch.Tensor
     """bool [N, L], rows that are all zero."""
+    unlike_NL: torch.Tensor
+    """bool [N, L], rows that differ from what the layer was itself given (see :mod:`tasks.extract.witness`)."""
     input_ids_N: torch.Tensor
     """int32 [N], what the model was fed."""
 
@@ -35,21 +42,39 @@ class RowSummary:
         return RowSummary(*(t.cpu() for t in vars(self).values()))
 
 
-def summarize(states: Iterable[torch.Tensor], input_ids: torch.Tensor) -> RowSummary:
-    """Summarize the rows of one step on the device that computed them; ``states`` holds [N, H] per depth."""
-    digests, squares, nonfinite, zero = [], [], [], []
-    for rows_NH in states:
-        digests.append(digest.row_digests(rows_NH))
-        values = rows_NH.float()
-        squares.append((values * values).sum(dim=1, dtype=torch.float64))
-        nonfinite.append((~torch.isfinite(values)).sum(dim=1, dtype=torch.int32))
-        zero.append(~(values != 0).any(dim=1))
-    return RowSummary(
-        torch.stack(digests, 1),
-        torch.stack(squares, 1),
-        torch.stack(nonfinite, 1),
-        torch.stack(zero, 1),
-        input_ids.to(torch.int32),
+def summarize(
+    states: Sequence[torch.Tensor], input_ids: torch.Tensor, witness: Sequence[torch.Tensor] | None = None
+) -> RowSummary:
+    """Summarize the rows of one step on the device that computed them.
+
+    Args:
+        states: per depth [N, H].
+        input_ids: [N]
+        witness: per depth [N, C], the columns that :class:`tasks.extract.witness.Witness` saw; None if not watched.
+    """
+    examined = [_examine(rows_NH) for rows_NH in states]
+    digests, squares, nonfinite, zero = (torch.stack(column, 1) for column in zip(*examined, strict=True))
+    if witness is None:
+        unlike = torch.zeros_like(zero)
+    else:
+        unlike = torch.stack([unlike_rows(rows, seen) for rows, seen in zip(states, witness, strict=True)], 1)
+    return RowSummary(digests, squares, nonfinite, zero, unlike, input_ids.to(torch.int32))
+
+
+def _examine(rows_NH: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Digest, sum of squares, elements not finite and all-zero of each row, each [N]."""
+    if rows_NH.is_cuda:
+        from tasks.extract.row_kernel import examine_rows
+
+        return examine_rows(
+            rows_NH, digest.column_weights(rows_NH.shape[1] * rows_NH.element_size() // 2, rows_NH.device)
+        )
+    values = rows_NH.float()
+    return (
+        digest.row_digests(rows_NH),
+        (values * values).sum(dim=1, dtype=torch.float64),
+        (~torch.isfinite(values)).sum(dim=1, dtype=torch.int32),
+        ~(values != 0).any(dim=1),
     )
 
 
@@ -63,14 +88,19 @@ class Sample:
     directory: Path
     states_LTH: torch.Tensor | None
     """None on a rank that only digests."""
+    buffer: torch.Tensor | None
+    """The memory under ``states_LTH``, to be given back."""
     digests_TL: npt.NDArray[np.int64]
     squares_TL: npt.NDArray[np.float64]
     nonfinite_TL: npt.NDArray[np.int32]
     zero_TL: npt.NDArray[np.bool_]
+    unlike_TL: npt.NDArray[np.bool_]
     input_ids_T: npt.NDArray[np.int32]
     filled: int = 0
     """Rows [0, filled) are there."""
     error: str | None = None
+    misshapen: tuple[tuple[int, ...], str] | None = None
+    """Shape [L, rows, ...] and element type of what was computed, where it is not what was asked for."""
 
     @property
     def complete(self) -> bool:
@@ -84,11 +114,11 @@ class Assembler:
     num_depths: int
     hidden_size: int
     dtype: torch.dtype
-    keep_states: bool
-    """Whether this rank keeps the states, or only their digests."""
+    keeps: Callable[[str], bool]
+    """Whether this rank keeps the states of the sample with this key, or only their digests."""
     on_complete: Callable[[Sample], None]
-    reserve: Callable[[int], None] = lambda num_bytes: None
-    """Called before a sample's buffer of that many bytes is allocated; blocks while memory is short."""
+    take: Callable[[int], torch.Tensor]
+    """Gives a uint8 buffer of at least that many bytes; blocks while memory is short."""
     _samples: dict[str, Sample] = field(default_factory=dict)
     _expected: dict[str, tuple[int, Path]] = field(default_factory=dict)
 
@@ -102,35 +132,47 @@ class Assembler:
         self._expected.pop(key, None)
         return self._samples.pop(key, None)
 
-    def add(self, key: str, start: int, states: Iterable[torch.Tensor], summary: RowSummary, rows: slice) -> None:
+    def add(
+        self,
+        key: str,
+        start: int,
+        states: Iterable[torch.Tensor],
+        summary: RowSummary,
+        rows: slice,
+        state_rows: slice | None = None,
+    ) -> None:
         """Place one request's rows of a step.
 
         Args:
             key: of the sample; rows of samples that are not expected (a warm-up's, say) are ignored.
             start: absolute position of the first row.
-            states: per depth [N, H] in host memory, all rows of the step.
+            states: per depth [N, H] in host memory.
             summary: of all rows of the step, in host memory.
-            rows: the request's rows in both.
+            rows: the request's rows in the summary.
+            state_rows: its rows in the states, where those are not all of the step.
         """
         if key not in self._expected:
             return
         sample = self._samples.get(key) or self._begin(key)
         num_rows = min(rows.stop - rows.start, sample.num_tokens - start)
-        if sample.complete or sample.error or num_rows <= 0:  # a decode step behind the prompt
+        if sample.complete or sample.error or sample.misshapen or num_rows <= 0:  # a decode step behind the prompt
             return
         if start > sample.filled:
             sample.error = (
                 f"rows [{sample.filled}, {start}) of {sample.num_tokens} were never computed; was prefix caching on?"
             )
             return
-        place, rows = slice(start, start + num_rows), slice(rows.start, rows.start + num_rows)
+        place = slice(start, start + num_rows)
         if sample.states_LTH is not None:
+            first = (state_rows or rows).start
             for depth, rows_NH in enumerate(states):
-                sample.states_LTH[depth, place] = rows_NH[rows]
+                sample.states_LTH[depth, place] = rows_NH[first : first + num_rows]
+        rows = slice(rows.start, rows.start + num_rows)
         sample.digests_TL[place] = summary.digests_NL[rows].numpy()
         sample.squares_TL[place] = summary.squares_NL[rows].numpy()
         sample.nonfinite_TL[place] = summary.nonfinite_NL[rows].numpy()
         sample.zero_TL[place] = summary.zero_NL[rows].numpy()
+        sample.unlike_TL[place] = summary.unlike_NL[rows].numpy()
         sample.input_ids_T[place] = summary.input_ids_N[rows].numpy()
         # A preempted request starts again: what lies behind the rows that came anew is of the abandoned attempt.
         sample.filled = start + num_rows
@@ -138,24 +180,33 @@ class Assembler:
             del self._samples[key], self._expected[key]
             self.on_complete(sample)
 
+    def refuse(self, key: str, shape: tuple[int, ...], dtype: str) -> None:
+        """Note that the states of a step have another shape or element type than asked for; the first such counts."""
+        if key in self._expected:
+            sample = self._samples.get(key) or self._begin(key)
+            sample.misshapen = sample.misshapen or (shape, dtype)
+
     def _begin(self, key: str) -> Sample:
         num_tokens, directory = self._expected[key]
         shape = (num_tokens, self.num_depths)
-        states = None
-        if self.keep_states:
-            self.reserve(num_tokens * self.num_depths * self.hidden_size * self.dtype.itemsize)
-            # Poison: a row that is never written is found as NaN, not as plausible zeros.
-            states = torch.full((self.num_depths, num_tokens, self.hidden_size), torch.nan, dtype=self.dtype)
+        states = buffer = None
+        if self.keeps(key):
+            num_bytes = num_tokens * self.num_depths * self.hidden_size * self.dtype.itemsize
+            buffer = self.take(num_bytes)
+            states = buffer[:num_bytes].view(self.dtype).view(self.num_depths, num_tokens, self.hidden_size)
+            states[:, :, :POISONED_COLUMNS] = torch.nan
         sample = Sample(
             key=key,
             num_tokens=num_tokens,
             hidden_size=self.hidden_size,
             directory=directory,
             states_LTH=states,
+            buffer=buffer,
             digests_TL=np.zeros(shape, np.int64),
             squares_TL=np.full(shape, np.nan),
             nonfinite_TL=np.zeros(shape, np.int32),
             zero_TL=np.zeros(shape, np.bool_),
+            unlike_TL=np.zeros(shape, np.bool_),
             input_ids_T=np.full(num_tokens, -1, np.int32),
         )
         self._samples[key] = sample

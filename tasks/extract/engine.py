@@ -12,19 +12,27 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from tasks.digest import differing_rows
 from tasks.extract.capture import OWNER_VARIABLE
 from tasks.extract.checks import StartupError, vllm_version
 from tasks.extract.config import Engine
 from tasks.model import Checkpoint
-from tasks.vocabulary import DType, Receipt, digest_ids
+from tasks.vocabulary import DType, Receipt, RowEvidence, digest_ids
 
 POLL_SECONDS = 0.02  # how often receipts that are still being written are asked for
 ADMIT_STEPS = 4  # samples for this many engine steps are kept waiting inside the engine
+EVIDENCE_ROWS = 32  # rows of a sample whose values are compared where ranks disagree
+
+#: vLLM's workers with the capture, by platform.
+WORKERS = {
+    "cpu": "tasks.extract.cpu_worker.CpuCaptureWorker",
+    "gpu": "tasks.extract.gpu_worker.GpuCaptureWorker",
+}
 
 
 class EngineDied(RuntimeError):
@@ -60,6 +68,8 @@ class Job:
     """Key -> token ids [T]."""
     on_sample: Callable[[str, int], None] = lambda key, num_tokens: None
     """Called on the engine's thread with each sample the engine has finished, and its tokens."""
+    suspect: bool = False
+    """Whether every rank keeps the samples' values, to be compared where ranks disagree; it runs by itself."""
     receipts: Future[dict[str, list[Receipt]]] = field(default_factory=Future)
     _next_tokens: dict[str, int] = field(default_factory=dict)
 
@@ -88,7 +98,7 @@ class CaptureEngine:
         self._dead: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="layertap-engine", daemon=True)
 
-    def start(self) -> "CaptureEngine":
+    def start(self) -> Self:
         """Load the model and prove the capture on probe samples; returns when the engine is ready."""
         self._thread.start()
         try:
@@ -180,7 +190,7 @@ class CaptureEngine:
             "seed": 0,
             # A part of vLLM's compile hash: without the depths, a graph compiled for others would be loaded.
             "additional_config": {"layertap": {"depths": list(spec.depths)}},
-            "worker_cls": f"tasks.extract.{'cpu_worker.Cpu' if on_cpu else 'gpu_worker.Gpu'}CaptureWorker",
+            "worker_cls": WORKERS["cpu" if on_cpu else "gpu"],
             **engine.extra,
         }
         if engine.kv_cache_gib is not None:
@@ -201,14 +211,16 @@ class CaptureEngine:
             vllm_engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         except (TypeError, ValueError) as error:
             raise StartupError(f"vLLM {vllm_version()} refused the engine's arguments: {error}") from error
+        writers = engine.tensor_parallel_size if engine.writing_ranks == "all" else 1
         self.ranks = vllm_engine.collective_rpc(
             "layertap_open",
             args=(
                 spec.stage,
                 dict(spec.stage_spec),
-                engine.writer_threads,
-                int(engine.staging_gib * 2**30),
+                -(-engine.writer_threads // writers),
+                int(engine.staging_gib * 2**30) // writers,
                 engine.ring_slots,
+                writers > 1,
             ),
         )
         return vllm_engine
@@ -243,6 +255,10 @@ class CaptureEngine:
                 problem = receipt.error
                 if problem is None and receipt.shape != shape:
                     problem = f"shape {receipt.shape}, expected {shape}"
+                if problem is None and receipt.dtype != spec.dtype:
+                    problem = f"element type {receipt.dtype}, expected {spec.dtype}"
+                if problem is None and any(receipt.unlike_rows or ()):
+                    problem = f"rows differ from what the decoder layers are given, by depth: {receipt.unlike_rows}"
                 if problem is None and receipt.ids_digest != digest_ids(samples[key]):
                     problem = "the captured rows are not those of the sample's tokens"
                 if problem is None and len(set(receipt.digests)) != len(receipt.digests):
@@ -264,6 +280,8 @@ class CaptureEngine:
                     return
             ahead = ADMIT_STEPS * self.spec.engine.max_num_batched_tokens
             while admitted < len(active) and sum(len(owner[k].samples[k]) for k in owner) < ahead:
+                if owner and (active[admitted].suspect or any(job.suspect for job in owner.values())):
+                    break
                 self._admit(vllm_engine, active[admitted], owner)
                 admitted += 1
             if owner:
@@ -293,7 +311,8 @@ class CaptureEngine:
         from vllm import SamplingParams
 
         vllm_engine.collective_rpc(
-            "layertap_expect", args=(str(job.directory), {key: len(ids) for key, ids in job.samples.items()})
+            "layertap_expect",
+            args=(str(job.directory), {key: len(ids) for key, ids in job.samples.items()}, job.suspect),
         )
         parameters = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
         for key, ids in job.samples.items():
@@ -305,11 +324,27 @@ class CaptureEngine:
         by_rank = vllm_engine.collective_rpc("layertap_collect", args=(keys,))
         if any(receipts is None for receipts in by_rank):
             return False
-        vllm_engine.collective_rpc("layertap_release", args=(keys,))
         receipts: dict[str, list[Receipt]] = {key: [] for key in keys}
         for of_rank in by_rank:
             for values in of_rank:
                 receipt = replace(Receipt.from_dict(values), next_token=job._next_tokens[values["key"]])
                 receipts[receipt.key].append(receipt)
+        for key, of_sample in receipts.items():
+            if len({receipt.digests for receipt in of_sample}) > 1:
+                receipts[key] = self._with_evidence(vllm_engine, of_sample)
+        vllm_engine.collective_rpc("layertap_release", args=(keys,))
         job.receipts.set_result(receipts)
         return True
+
+    def _with_evidence(self, vllm_engine: Any, receipts: list[Receipt]) -> list[Receipt]:
+        """Fetch what the ranks know of single rows, since they disagree."""
+        key, num_depths = receipts[0].key, len(self.spec.depths)
+
+        def fetch(rows: list[int]) -> list[RowEvidence]:
+            found = vllm_engine.collective_rpc("layertap_evidence", args=(key, rows))
+            return [RowEvidence(each["digests"], tuple(each["rows"]), each["values"]) for each in found]
+
+        digests_TL = [np.frombuffer(e.digests, "<i8").reshape(-1, num_depths) for e in fetch([])]
+        differ_T = differing_rows(digests_TL).any(axis=1)
+        rows = np.flatnonzero(differ_T)[:EVIDENCE_ROWS].tolist()
+        return [replace(receipt, evidence=evidence) for receipt, evidence in zip(receipts, fetch(rows), strict=True)]

@@ -13,10 +13,13 @@ from tasks.extract.engine import CaptureEngine, EngineSpec, Job
 from tasks.model import Checkpoint
 from tasks.report.progress import Progress
 from tasks.samples import SampleTable
+from tasks.store.stage import STAGE
 from tasks.store.store import Store
 from tasks.vocabulary import Chunk, Identity
 
-STAGE = "tasks.store.stage:stage_states"  # by name, since it runs in the engine's worker processes
+
+class Halted(RuntimeError):
+    """The run was stopped early; the message says why."""
 
 
 class LazyEngine:
@@ -24,11 +27,22 @@ class LazyEngine:
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
+        self.halted: str | None = None
         self._engine: CaptureEngine | None = None
         self._lock = threading.Lock()
 
+    def halt(self, reason: str) -> None:
+        """Extract nothing more, since what comes out is wrong."""
+        self.halted = self.halted or reason
+
     def get(self) -> CaptureEngine:
-        """The running engine; a new one if there is none or the last one died."""
+        """The running engine; a new one if there is none or the last one died.
+
+        Raises:
+            Halted: it was told to extract nothing more.
+        """
+        if self.halted:
+            raise Halted(self.halted)
         with self._lock:
             if self._engine is None or not self._engine.alive:
                 self._engine = CaptureEngine(self.spec).start()
@@ -55,8 +69,10 @@ def engine_spec(checkpoint: Checkpoint, identity: Identity, engine: Engine, stor
 
 
 @task(name="extract", task_run_name="extract {chunk.name}", cache_policy=NO_CACHE, persist_result=False)
-def extract_chunk(chunk: Chunk, table: SampleTable, store: Store, engine: LazyEngine, progress: Progress) -> Any:
-    """Capture and stage the chunk's missing samples.
+def extract_chunk(
+    chunk: Chunk, table: SampleTable, store: Store, engine: LazyEngine, progress: Progress, suspect: bool = False
+) -> Any:
+    """Capture and stage the chunk's missing samples; of suspects every rank keeps the values, to be compared.
 
     Returns:
         A state with the receipts of all ranks by key (list[Receipt]); named Cached when nothing was missing.
@@ -69,7 +85,8 @@ def extract_chunk(chunk: Chunk, table: SampleTable, store: Store, engine: LazyEn
     job = Job(
         directory=store.staging(),
         samples={sample.key: table[sample.rows[0]].input_ids for sample in chunk.missing},
-        on_sample=lambda key, num_tokens: progress.advance(num_tokens),
+        on_sample=lambda key, num_tokens: None if suspect else progress.advance(num_tokens),
+        suspect=suspect,
     )
     receipts = running.submit(job).result()
     return Completed(message=f"{len(chunk.missing)} extracted, {reused} reused", data=receipts)

@@ -4,11 +4,10 @@ The threads run in the engine's worker process, beside the engine: tensors never
 processes. Memory is bounded; when the writers fall behind, the engine waits.
 """
 
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -16,45 +15,14 @@ import numpy.typing as npt
 import torch
 
 from tasks import digest
-from tasks.extract.assemble import Sample
+from tasks.extract.assemble import POISONED_COLUMNS, Sample
+from tasks.extract.memory import HostMemory
+from tasks.profile import profile_of
 from tasks.vocabulary import DType, Receipt, digest_ids
 
 #: Stage one sample: (directory, key, what the stage needs to know of the store, states [L, T, H] as uint16 bits or
 #: float32, ids [T]) -> {path: (bytes, crc32c)}
 Stage = Callable[[Path, str, Mapping[str, Any], npt.NDArray[Any], npt.NDArray[np.int32]], Mapping[str, tuple[int, int]]]
-
-
-class ByteBudget:
-    """Bounds the host memory of captured samples; blocks the capture while the writers hold too much."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.waited = 0.0
-        """Seconds that the capture has waited for the writers."""
-        self._held = 0
-        self._writing = 0
-        self._changed = threading.Condition()
-
-    def reserve(self, num_bytes: int) -> None:
-        """Wait until there is room. Never waits while no sample is being written, since none could make room."""
-        with self._changed:
-            if self._held + num_bytes > self.limit and self._writing:
-                began = perf_counter()
-                self._changed.wait_for(lambda: self._held + num_bytes <= self.limit or not self._writing)
-                self.waited += perf_counter() - began
-            self._held += num_bytes
-
-    def writing(self) -> None:
-        """A sample was handed to the writers."""
-        with self._changed:
-            self._writing += 1
-
-    def release(self, num_bytes: int, *, written: bool) -> None:
-        """A sample's memory is free again, after it was ``written`` or when it was abandoned."""
-        with self._changed:
-            self._held -= num_bytes
-            self._writing -= written
-            self._changed.notify_all()
 
 
 class Writer:
@@ -70,24 +38,29 @@ class Writer:
         stage_spec: Mapping[str, Any],
         threads: int,
         limit_bytes: int,
+        witnessed: bool = False,
     ) -> None:
+        self._witnessed = witnessed
         self._rank, self._world_size, self._dtype = rank, world_size, dtype
         self._stage, self._stage_spec = stage, stage_spec
-        self.budget = ByteBudget(limit_bytes)
+        self.memory = HostMemory(limit_bytes)
         self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="layertap-writer")
         self._receipts: dict[str, Future[Receipt]] = {}
+        self._row_digests: dict[str, npt.NDArray[np.int64]] = {}
 
     def submit(self, sample: Sample) -> None:
         """Take a complete sample; staged only where this rank keeps the states."""
-        if sample.states_LTH is not None:
-            self.budget.writing()
+        if sample.buffer is not None:
+            self.memory.writing()
         self._receipts[sample.key] = self._pool.submit(self._write, sample)
 
     def abandon(self, sample: Sample) -> None:
         """Write the receipt of a sample that will not be completed."""
-        if sample.states_LTH is not None:
-            self.budget.release(sample.states_LTH.nbytes, written=False)
-        error = sample.error or f"only rows [0, {sample.filled}) of {sample.num_tokens} were computed"
+        if sample.buffer is not None:
+            self.memory.give_back(sample.buffer, written=False)
+        error = sample.error
+        if error is None and sample.misshapen is None:
+            error = f"only rows [0, {sample.filled}) of {sample.num_tokens} were computed"
         done: Future[Receipt] = Future()
         done.set_result(self._receipt(sample, error=error))
         self._receipts[sample.key] = done
@@ -99,52 +72,90 @@ class Writer:
     def receipt(self, key: str) -> Receipt:
         return self._receipts[key].result()
 
+    def row_digests(self, key: str) -> bytes:
+        """Digests of every row of a sample whose receipt was not forgotten yet: int64 [T, L], little-endian."""
+        return self._row_digests[key].astype("<i8").tobytes()
+
     def forget(self, keys: Iterable[str]) -> None:
         for key in keys:
-            del self._receipts[key]
+            del self._receipts[key], self._row_digests[key]
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _write(self, sample: Sample) -> Receipt:
-        states_LTH = sample.states_LTH
-        if states_LTH is None:
+        states_LTH, buffer = sample.states_LTH, sample.buffer
+        if states_LTH is None or buffer is None:
             return self._receipt(sample)
         try:
-            arrived = [
-                digest.sample_digest(digest.row_digests(states_LTH[depth]).numpy())
-                for depth in range(states_LTH.shape[0])
-            ]
+            arrived_TL = np.stack([digest.row_digests(rows_TH).numpy() for rows_TH in states_LTH], axis=1)
             bits = states_LTH.view(torch.uint16) if states_LTH.dtype == torch.bfloat16 else states_LTH
             objects = self._stage(sample.directory, sample.key, self._stage_spec, bits.numpy(), sample.input_ids_T)
-            return self._receipt(sample, objects=objects, arrived=arrived)
+            changed_TL, unwritten_TL = _changes(sample, states_LTH, arrived_TL)
+            return replace(
+                self._receipt(sample, objects=objects),
+                staged_digests=_digests(arrived_TL),
+                last_row=bits[-1, -1].numpy().tobytes(),
+                profile=profile_of(np.sqrt(sample.squares_TL / sample.hidden_size)),
+                changed_rows=_counts(changed_TL),
+                unwritten_rows=_counts(unwritten_TL),
+            )
         except Exception as error:  # any fault of one sample is that sample's verdict, not the engine's end
             return self._receipt(sample, error=f"{type(error).__name__}: {error}")
         finally:
-            self.budget.release(states_LTH.nbytes, written=True)
+            self.memory.give_back(buffer, written=True)
 
     def _receipt(
-        self,
-        sample: Sample,
-        *,
-        objects: Mapping[str, tuple[int, int]] | None = None,
-        arrived: list[str] | None = None,
-        error: str | None = None,
+        self, sample: Sample, *, objects: Mapping[str, tuple[int, int]] | None = None, error: str | None = None
     ) -> Receipt:
-        num_tokens, num_depths = sample.digests_TL.shape
-        hidden_size = sample.hidden_size
+        self._row_digests[sample.key] = sample.digests_TL
+        num_depths = sample.digests_TL.shape[1]
+        shape, dtype = sample.misshapen or ((num_depths, sample.filled, sample.hidden_size), self._dtype)
+        row_squares_TL = sample.squares_TL / sample.hidden_size
+        with np.errstate(invalid="ignore"):  # a model that computes NaN is told by other figures
+            rms = tuple(float(x) for x in np.sqrt(row_squares_TL.mean(axis=0)))
+            median_rms = tuple(float(x) for x in np.sqrt(np.median(row_squares_TL, axis=0)))
+        bad_TL = sample.nonfinite_TL > 0
+        # Once a row is NaN or infinite, every deeper state of it is: the stream only ever adds.
+        healed_TL = bad_TL & ~np.minimum.accumulate(bad_TL[:, ::-1], axis=1)[:, ::-1]
+        carried_TL = sample.digests_TL[:, 1:] == sample.digests_TL[:, :-1]
         return Receipt(
             key=sample.key,
             rank=self._rank,
             world_size=self._world_size,
-            shape=(num_depths, sample.filled, hidden_size),
-            dtype=self._dtype,
+            shape=shape,
+            dtype=dtype,
             ids_digest=digest_ids(sample.input_ids_T),
-            digests=tuple(digest.sample_digest(sample.digests_TL[:, d]) for d in range(num_depths)),
-            staged_digests=None if arrived is None else tuple(arrived),
-            rms=tuple(float(x) for x in np.sqrt(sample.squares_TL.sum(axis=0) / (num_tokens * hidden_size))),
-            nonfinite=tuple(int(x) for x in sample.nonfinite_TL.sum(axis=0)),
-            zero_rows=tuple(int(x) for x in sample.zero_TL.sum(axis=0)),
+            digests=_digests(sample.digests_TL),
+            rms=rms,
+            nonfinite=_counts(sample.nonfinite_TL),
+            zero_rows=_counts(sample.zero_TL),
             objects=objects,
             error=error,
+            unlike_rows=_counts(sample.unlike_TL) if self._witnessed else None,
+            healed_rows=_counts(healed_TL),
+            repeated_rows=tuple(
+                digest.repeated_rows(sample.digests_TL[:, d], sample.input_ids_T) for d in range(num_depths)
+            ),
+            carried_rows=(0, *_counts(carried_TL)),
+            median_rms=median_rms,
         )
+
+
+def _counts(rows_TL: npt.NDArray[Any]) -> tuple[int, ...]:
+    return tuple(int(n) for n in rows_TL.sum(axis=0))
+
+
+def _digests(digests_TL: npt.NDArray[np.int64]) -> tuple[str, ...]:
+    return tuple(digest.sample_digest(digests_T) for digests_T in digests_TL.T)
+
+
+def _changes(
+    sample: Sample, states_LTH: torch.Tensor, arrived_TL: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Rows that arrived with other bits than the device had, and those of them that never arrived; bool [T, L]."""
+    changed_TL = arrived_TL != sample.digests_TL
+    unwritten_TL = np.zeros_like(changed_TL)
+    for token, depth in np.argwhere(changed_TL):
+        unwritten_TL[token, depth] = bool(torch.isnan(states_LTH[depth, token, :POISONED_COLUMNS]).all())
+    return changed_TL, unwritten_TL

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from tasks.vocabulary import Chunk, PlannedSample
+from tasks.vocabulary import Chunk, PlannedSample, Verdict
 
 
 def distinct(keys: Sequence[str], num_tokens: npt.NDArray[np.int32]) -> list[PlannedSample]:
@@ -42,3 +42,14 @@ def _chunk(index: int, samples: list[PlannedSample]) -> Chunk:
     ordered = sorted(samples, key=lambda s: (-s.num_tokens, s.key))
     content = hashlib.sha256("".join(s.key for s in ordered).encode()).hexdigest()
     return Chunk(f"chunk-{index:04d}-{content[:6]}", tuple(ordered))
+
+
+def retries(chunks: Sequence[Chunk], refused: Sequence[Verdict], limit: int) -> list[tuple[Chunk, Verdict]]:
+    """A chunk of its own for each sample that was refused; none if more were refused than ``limit``."""
+    if len(refused) > limit:
+        return []
+    planned = {sample.key: sample for chunk in chunks for sample in chunk.missing}
+    return [
+        (Chunk(f"retry-{verdict.key[:12]}", (planned[verdict.key],), (planned[verdict.key],)), verdict)
+        for verdict in refused
+    ]

@@ -10,6 +10,8 @@ from rich.table import Table
 from tasks.report.progress import Progress
 from tasks.vocabulary import Verdict
 
+LISTED = 100  # quarantined samples and failed chunks that are named
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -37,6 +39,10 @@ class Summary:
     reused: int = 0
     """Distinct samples that were in the store already."""
     quarantined: list[Verdict] = field(default_factory=list)
+    retried: int = 0
+    """Samples that failed and were extracted once more."""
+    halted: str | None = None
+    """Why extracting was stopped early."""
     failed_chunks: dict[str, str] = field(default_factory=dict)
     """Chunk name -> why it did not end; its samples are not in the store."""
     tokens: int = 0
@@ -56,6 +62,12 @@ class Summary:
         self.state_bytes += outcome.state_bytes
         self.stored_bytes += outcome.stored_bytes
         self.quarantined.extend(outcome.refused)
+
+    def add_retry(self, outcome: Outcome, key: str) -> None:
+        """Count a quarantined sample that was extracted once more."""
+        self.quarantined = [verdict for verdict in self.quarantined if verdict.key != key]
+        self.retried += 1
+        self.add(outcome)
 
     def finish(self, progress: Progress, engine_started: bool) -> None:
         """Note what is known at the end only."""
@@ -86,26 +98,50 @@ class Summary:
             parts.append(f"{len(self.quarantined)} quarantined")
         if self.failed_chunks:
             parts.append(f"{len(self.failed_chunks)} chunks failed ({', '.join(sorted(self.failed_chunks)[:10])})")
+        if self.halted:
+            parts.append(f"stopped: {self.halted}")
         if self.skipped:
             parts.append(f"{self.skipped} input rows skipped")
         return ", ".join(parts)
 
-    def table(self) -> Table:
-        """The table for a terminal."""
+    def markdown(self) -> str:
+        """The summary for the Prefect UI."""
+        return f"**{self.message}**\n\n{markdown_table(self.lines())}"
+
+    def lines(self) -> list[tuple[str, str]]:
+        """What there is to say, as names and values."""
         engine = f"started, {self.tokens_per_second:,.0f} tokens/s" if self.engine_started else "not started"
         written = f"{self.stored_bytes / 1e6:,.1f} MB for {self.state_bytes / 1e6:,.1f} MB of states"
+        found = [
+            ("extracted", f"{self.extracted} samples, {self.tokens:,} tokens"),
+            ("reused", f"{self.reused} samples"),
+            ("quarantined", f"{len(self.quarantined)} samples"),
+            ("retried", f"{self.retried} samples"),
+            ("duplicates", f"{self.input.duplicates} input rows"),
+            ("skipped", f"{self.skipped} input rows"),
+            ("engine", engine),
+            ("written", f"{written}, ratio {self.ratio:.2f}" if self.extracted else "nothing"),
+            ("time", f"{self.seconds:,.1f} s"),
+            ("store", self.store),
+        ]
+        if self.halted:
+            found.append(("stopped", self.halted))
+        found += [(f"quarantined {v.key[:12]}", f"{v.reason}: {v.detail}") for v in self.quarantined[:LISTED]]
+        found += [(f"failed {name}", why) for name, why in list(self.failed_chunks.items())[:LISTED]]
+        return found
+
+    def table(self) -> Table:
+        """The table for a terminal."""
         table = Table(title="Extraction", title_justify="left", show_header=False)
-        table.add_row("extracted", f"{self.extracted} samples, {self.tokens:,} tokens")
-        table.add_row("reused", f"{self.reused} samples")
-        table.add_row("quarantined", f"{len(self.quarantined)} samples")
-        table.add_row("duplicates", f"{self.input.duplicates} input rows")
-        table.add_row("skipped", f"{self.skipped} input rows")
-        table.add_row("engine", engine)
-        table.add_row("written", f"{written}, ratio {self.ratio:.2f}" if self.extracted else "nothing")
-        table.add_row("time", f"{self.seconds:,.1f} s")
-        table.add_row("store", self.store)
-        for verdict in self.quarantined:
-            table.add_row(f"quarantined {verdict.key[:12]}", f"{verdict.reason}: {verdict.detail}")
-        for name, why in self.failed_chunks.items():
-            table.add_row(f"failed {name}", why)
+        for name, value in self.lines():
+            table.add_row(name, value)
         return table
+
+
+def markdown_table(lines: Sequence[tuple[str, str]]) -> str:
+    """Names and values as a table of two columns."""
+    return "\n".join(["| | |", "|---|---|", *(f"| {_cell(name)} | {_cell(value)} |" for name, value in lines)])
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

@@ -164,7 +164,7 @@ def verify(
         StoreBusy: a run is writing, and ``set_aside`` was asked for.
     """
     backend = open_backend(url)
-    digest = stored_identity(backend).digest
+    identity = stored_identity(backend)
     reader = Reader(url)
     found = Verification(store_problems=list(_store_problems(backend, reader)))
     listed = {item.key: item for item in reader.listing()}
@@ -173,7 +173,7 @@ def verify(
 
     def check(key: str) -> Record | str | None:
         try:
-            record = load_record(backend, key, digest)
+            record = load_record(backend, key, identity)
             for _ in checked_files(backend, record):
                 pass
         except FileNotFoundError:
@@ -189,11 +189,12 @@ def verify(
         remaining = [key for key in keys if key not in passed]
         found.samples = len(keys) - len(remaining)
         for key, outcome in _each(check, remaining, workers):
-            found.samples += 1
+            found.samples += isinstance(outcome, Record | str)
             if isinstance(outcome, str):
                 found.damaged[key] = outcome
             elif outcome is None:
-                found.leftovers.append(key)
+                if backend.sizes(sample_path(key)):
+                    found.leftovers.append(key)
             else:
                 found.nbytes += sum(outcome.sizes)
                 if key not in listed:
@@ -206,7 +207,7 @@ def verify(
         if log:
             log.close()
     if set_aside and found.damaged:
-        with Store.open(url, stored_identity(backend), run="verify") as store:
+        with Store.open(url, identity, run="verify") as store:
             for key in found.damaged:
                 store.backend.set_aside(key)
                 found.set_aside.append(key)
@@ -246,9 +247,8 @@ def _store_problems(backend: Backend, reader: Reader) -> Iterator[str]:
     for segment in Manifest(backend).damaged_segments:
         yield f"a line of manifest segment {segment} is torn or altered"
     groups = ["samples", *(f"samples/{name}" for name in backend.names("samples") if name != RECORD)]
-    expected = layout.group_document()
     for group, document in zip(groups, backend.read_all([f"{group}/{RECORD}" for group in groups]), strict=True):
-        if document != expected:
+        if not layout.is_group(document):
             yield f"{group}/{RECORD} is missing or altered"
     try:
         _ = reader.final_norm
@@ -292,7 +292,7 @@ def repair(url: str | os.PathLike[str], *, workers: int = 8, progress: Progress 
 
         def check(key: str) -> Record | str | None:
             try:
-                return probe(backend, key, identity.digest)
+                return probe(backend, key, identity)
             except FileNotFoundError:
                 return None
             except DamagedSample as error:
@@ -317,8 +317,7 @@ def repair(url: str | os.PathLike[str], *, workers: int = 8, progress: Progress 
         manifest.rewrite()
         groups = 0
         for group in ["samples", *sorted({f"samples/{key[:2]}" for key in present})]:
-            (document,) = backend.read_all([f"{group}/{RECORD}"])
-            if document != layout.group_document():
+            if not layout.is_group(next(backend.read_all([f"{group}/{RECORD}"]))):
                 backend.put(f"{group}/{RECORD}", layout.group_document())
                 groups += 1
     return Repair(len(entries), len(entries.keys() - before), len(before - entries.keys()), damaged, groups)
@@ -350,16 +349,15 @@ def gc(url: str | os.PathLike[str]) -> Collection:
         aside = backend.names(f"{PRIVATE}/damaged")
         nbytes = sum(backend.sizes(f"{PRIVATE}/damaged").values())
         backend.remove(f"{PRIVATE}/damaged")
-        leftovers = [
-            key
-            for key in _keys_present(backend)
-            if key not in store.manifest.entries and RECORD not in backend.names(sample_path(key))
-        ]
-        for key in leftovers:
-            nbytes += sum(backend.sizes(sample_path(key)).values())
+        leftovers = 0
+        for key in _keys_present(backend):
+            if key in store.manifest.entries or RECORD in (sizes := backend.sizes(sample_path(key))):
+                continue
+            nbytes += sum(sizes.values())
+            leftovers += bool(sizes)
             backend.remove(sample_path(key))
-        return Collection(store.collected, len(aside), len(leftovers), nbytes)
+        return Collection(store.collected, len(aside), leftovers, nbytes)
 
 
 def _gb(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

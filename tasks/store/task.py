@@ -1,7 +1,6 @@
 """The store as the flow sees it: opened for a run, and the commit of one chunk as a Prefect task."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -37,7 +36,7 @@ def commit_chunk(chunk: Chunk, verdicts: Sequence[Verdict], table: SampleTable, 
     store.commit(staged)
     for verdict in refused:
         sources = [table[row].source_id for row in planned[verdict.key].rows]
-        evidence = [asdict(receipt) for receipt in verdict.receipts]
+        evidence = [receipt.to_evidence() for receipt in verdict.receipts]
         store.quarantine(verdict.key, sources, verdict.reason or "", verdict.detail, evidence)
     _record_sources([planned[verdict.key] for verdict in accepted], table, store)
     return Outcome(

@@ -16,3 +16,12 @@ class Audit(BaseModel):
     table_rows: Annotated[int, Field(ge=1, le=500)] = Field(
         default=200, description="Rows of a chunk's audit table in the Prefect UI, worst first."
     )
+    max_retries: Annotated[int, Field(ge=0)] = Field(
+        default=64,
+        description="Samples of a run that failed and are extracted once more, each alone; with more than that, the "
+        "fault is not theirs and none is.",
+    )
+    stop_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.5,
+        description="The run stops extracting when more than this share of a chunk's samples, and at least 8, fail.",
+    )

@@ -1,15 +1,24 @@
-"""The judgement of one chunk as a Prefect task."""
+"""The judgement of one chunk, with its audit table, and the audit of a store, as Prefect tasks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, Literal
 
 from prefect import task
+from prefect.artifacts import create_table_artifact
 from prefect.cache_policies import NO_CACHE
 
 from tasks.extract.config import Engine
+from tasks.model import Checkpoint, ModelError
+from tasks.report.log import logger
+from tasks.report.picture import Profiles
+from tasks.report.shape_audit import audit_rows
 from tasks.samples import SampleTable
-from tasks.verify.config import Audit
-from tasks.verify.judge import Case, judge
-from tasks.vocabulary import Chunk, Identity, Receipt, Verdict, digest_ids
+from tasks.store.reader import Reader
+from tasks.verify.audit import AuditReport, Recompute, audit, open_head
+from tasks.verify.examine import Examiner
+from tasks.vocabulary import Chunk, Receipt, Verdict, digest_ids
 
 
 @task(name="verify", task_run_name="verify {chunk.name}", cache_policy=NO_CACHE, persist_result=False)
@@ -17,21 +26,87 @@ def verify_chunk(
     chunk: Chunk,
     receipts: Mapping[str, Sequence[Receipt]],
     table: SampleTable,
-    identity: Identity,
-    engine: Engine,
-    audit: Audit,
+    examiner: Examiner,
+    profiles: Profiles,
+    halt: Callable[[str], None] = lambda reason: None,
+    earlier: Verdict | None = None,
 ) -> list[Verdict]:
-    """Judge each extracted sample of the chunk by the receipts of all ranks."""
-    return [
-        judge(
-            Case(
-                identity=identity,
-                planned=sample,
-                ids_digest=digest_ids(table[sample.rows[0]].input_ids),
-                world_size=engine.tensor_parallel_size,
-                receipts=receipts.get(sample.key, ()),
-                audit=audit,
-            )
-        )
-        for sample in chunk.missing
-    ]
+    """Gather what all ranks say of each extracted sample of the chunk, and judge it.
+
+    Args:
+        chunk: its missing samples are judged.
+        receipts: of all ranks, by key.
+        table: the run's samples.
+        examiner: of the run.
+        profiles: of the run; accepted samples are added.
+        halt: called with the reason when so much of the chunk failed that the run should stop.
+        earlier: the verdict on the first attempt, where this is the second.
+    """
+    ids_digests = {s.key: digest_ids(table[s.rows[0]].input_ids) for s in chunk.missing}
+    verdicts = examiner.examine(chunk.missing, receipts, ids_digests)
+    if earlier is not None:
+        verdicts = [v if v.accepted else _second(v, earlier) for v in verdicts]
+    for verdict in verdicts:
+        if verdict.accepted:
+            profiles.add(verdict.receipts)
+        else:
+            logger.warning(f"sample {verdict.key[:12]} refused by {verdict.reason}: {verdict.detail}")
+    sources = {s.key: table[s.rows[0]].source_id for s in chunk.missing}
+    rows = audit_rows(
+        chunk.missing, verdicts, sources, examiner.identity, examiner.audit.table_rows, retried=earlier is not None
+    )
+    create_table_artifact(rows, key=f"shape-audit-{chunk.name}", description="Shape audit, worst first")
+    if examiner.is_systematic(verdicts):
+        refused = sum(not v.accepted for v in verdicts)
+        halt(f"{refused} of {len(verdicts)} samples of {chunk.name} were refused; see its audit table")
+    return verdicts
+
+
+def _second(verdict: Verdict, first: Verdict) -> Verdict:
+    before = "the same" if first.reason == verdict.reason else f"{first.reason}: {first.detail}"
+    return replace(verdict, detail=f"{verdict.detail} (first attempt: {before})")
+
+
+Reference = Literal["hf", "solo"]
+
+
+@task(name="audit", cache_policy=NO_CACHE, persist_result=False)
+def audit_store(
+    reader: Reader,
+    checkpoint: Checkpoint,
+    samples: int | None = None,
+    reference: Reference | None = None,
+    engine: Engine | None = None,
+) -> AuditReport:
+    """Audit a store against the checkpoint that filled it.
+
+    Args:
+        reader: of the store.
+        checkpoint: the tokens are proved with its norm and head.
+        samples: how many samples to compare with the reference; all by default.
+        reference: ``hf`` for Hugging Face's forward, ``solo`` for the engine with one sample at a time.
+        engine: how to run the engine for ``solo``.
+    """
+    note = ""
+    try:
+        head = open_head(checkpoint, reader.identity)
+    except ModelError as error:
+        head, note = None, str(error)
+    with _reference(reference, reader, checkpoint, engine or Engine()) as recompute:
+        report = audit(reader, head, samples=samples, reference=reference, recompute=recompute)
+    report.proof_note = note or report.proof_note
+    return report
+
+
+def _reference(name: Reference | None, reader: Reader, checkpoint: Checkpoint, engine: Engine) -> Any:
+    """A context manager that gives the function to recompute states with, or None."""
+    if name == "solo":
+        from tasks.verify.solo import Solo
+
+        return Solo(checkpoint, reader.identity, engine)
+    if name == "hf":
+        from tasks.verify.reference import residual_states
+
+        recompute: Recompute = lambda key, ids_T: residual_states(checkpoint.path, ids_T, reader.identity.depths)  # noqa: E731
+        return nullcontext(recompute)
+    return nullcontext(None)

@@ -10,19 +10,20 @@ import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.testing.utilities import prefect_test_harness
-from tests.checkpoints import checkpoint_path
 
 from flows.config import Extraction
 from flows.extract import extract
 from tasks.report.summary import Summary
 from tasks.store import open as open_store
+from tests.checkpoints import checkpoint_path
 from tests.flows import faults
 
 pytestmark = pytest.mark.engine
 
 LENGTHS = (40, 33, 1, 17, 25, 9)
 ROWS: list[dict[str, Any]] = [
-    {"id": f"row/../{n}", "input_ids": list(range(1, n + 1)), "loss_mask": [i % 2 for i in range(n)]} for n in LENGTHS
+    {"id": f"row/../{n}", "input_ids": list(range(1, n + 1)), "loss_mask": [(i + 1) % 2 for i in range(n)]}
+    for n in LENGTHS
 ]
 
 

@@ -1,65 +1,44 @@
-"""Small samples with known content, staged and committed as a run does it."""
-
-from collections.abc import Sequence
-from dataclasses import dataclass
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pytest
+from obstore.store import MemoryStore
 
-from tasks.store import SourceRecord, StagedSample, Store
-from tasks.store.stage import stage_states
-from tasks.vocabulary import Identity
-
-HIDDEN = 32
-
-
-def identity(**changes: object) -> Identity:
-    values: dict[str, object] = {
-        "model": "hub:abc",
-        "architecture": "LlamaForCausalLM",
-        "num_layers": 30,
-        "hidden_size": HIDDEN,
-        "depths": (3, 15, 28, 30),
-        "convention": "output",
-        "layer_ids": (2, 14, 27, 29),
-        "dtype": "bfloat16",
-    }
-    return Identity(**{**values, **changes})  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True, eq=False)
-class Made:
-    """A sample before it is stored."""
-
-    key: str
-    input_ids: npt.NDArray[np.int32]
-    loss_mask: npt.NDArray[np.bool_]
-    states: npt.NDArray[np.generic]
-
-
-def make(of: Identity, num_tokens: int, seed: int = 0) -> Made:
-    """A sample whose states look like a residual stream: heavy-tailed, in bfloat16 where the identity says so."""
-    random = np.random.default_rng([num_tokens, seed])
-    ids = random.integers(0, 50_000, num_tokens, dtype=np.int32)
-    values = random.standard_t(3, (len(of.depths), num_tokens, of.hidden_size)).astype("<f4")
-    states = values if of.dtype == "float32" else (values.view("<u4") >> 16).astype("<u2")
-    return Made(of.key(ids), ids, random.random(num_tokens) < 0.5, states)
-
-
-def stage(store: Store, sample: Made, sources: Sequence[str] = ()) -> StagedSample:
-    objects = stage_states(store.staging(), sample.key, store.spec, sample.states, sample.input_ids)
-    return StagedSample(sample.key, len(sample.input_ids), objects, sample.loss_mask, 7, tuple(sources))
-
-
-def fill(store: Store, samples: Sequence[Made], prefix: str = "chat") -> None:
-    """Stage, commit and record, with one source id a sample."""
-    store.commit([stage(store, sample, (f"{prefix}-{i}",)) for i, sample in enumerate(samples)])
-    store.record(SourceRecord(f"{prefix}-{i}", s.key, s.loss_mask) for i, s in enumerate(samples))
+from tasks.store import Store, object_store
+from tests.store.s3_server import BUCKET, s3_server
+from tests.store.samples import identity
 
 
 @pytest.fixture
-def store(tmp_path: Path):  # type: ignore[no-untyped-def]
+def store(tmp_path: Path) -> Iterator[Store]:
+    """A local store, open for writing."""
     with Store.open(tmp_path / "store", identity(), run="first") as opened:
         yield opened
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
+    """Makes URLs of object stores in this process's memory, the fast stand-in for a server."""
+    places: dict[str, Any] = {}
+    monkeypatch.setattr(object_store, "connect", lambda url: places.setdefault(url, MemoryStore()))
+    return lambda: f"memory://{uuid.uuid4().hex}"
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], str]]:
+    """Makes URLs on a real S3 server, which runs for the session."""
+    with s3_server(tmp_path_factory.mktemp("s3")) as environment, pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        yield lambda: f"s3://{BUCKET}/{uuid.uuid4().hex}"
+
+
+@pytest.fixture(params=["local", "memory", "s3"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A place for a store, on each kind of backend in turn."""
+    if request.param == "local":
+        return str(tmp_path / "store")
+    made: str = request.getfixturevalue(request.param)()
+    return made

@@ -1,4 +1,7 @@
-"""Hugging Face's own forward, as the reference for what the engine captures."""
+"""Hugging Face's own forward, as the reference for what the engine captures.
+
+It runs no code of a checkpoint's: an architecture that transformers does not know cannot be compared.
+"""
 
 from collections.abc import Sequence
 from functools import lru_cache

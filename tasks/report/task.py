@@ -1,0 +1,32 @@
+"""The reports of a run and of an audit as Prefect tasks."""
+
+from pathlib import Path
+
+from prefect import task
+from prefect.artifacts import create_image_artifact, create_markdown_artifact, create_table_artifact
+from prefect.cache_policies import NO_CACHE
+
+from tasks.report.audit_page import lines, page, picture, rows
+from tasks.report.picture import Profiles, data_uri, draw
+from tasks.report.summary import Summary, markdown_table
+from tasks.verify.audit import AuditReport
+
+
+@task(name="report", cache_policy=NO_CACHE, persist_result=False)
+def report_run(summary: Summary, profiles: Profiles, run: str) -> None:
+    """Leave the run's summary and its picture where the Prefect UI shows them."""
+    create_markdown_artifact(summary.markdown(), key="extraction-summary", description=f"What became of {run}")
+    if profiles.kept:
+        picture = data_uri(draw(profiles, run))
+        create_image_artifact(picture, key="state-sizes", description="Row RMS over token position, outliers marked")
+
+
+@task(name="report audit", cache_policy=NO_CACHE, persist_result=False)
+def report_audit(report: AuditReport, path: Path) -> None:
+    """Leave an audit's table, summary and picture in the Prefect UI, and all of them in one HTML file."""
+    path.write_text(page(report), encoding="utf-8")
+    verdict = "passed" if report.passed else "failed"
+    create_markdown_artifact(f"**{verdict}**\n\n{markdown_table(lines(report))}", key="store-audit-summary")
+    create_table_artifact(rows(report), key="store-audit", description="Audit of the store, worst first")
+    if (image := picture(report)) is not None:
+        create_image_artifact(image, key="store-state-sizes", description="Row RMS over token position")
