@@ -114,8 +114,9 @@ class TextTokenizer:
         """Added tokens that structure a conversation and that no text should be able to forge."""
         self.control_strings = tuple(self.control)
         self.bos: str | None = self.hf.bos_token
-        self.end_ids = frozenset(_end_ids(directory, self.hf))
-        """Ids at which the model's generation ends."""
+        end_ids = set(_end_ids(directory, self.hf))
+        self.end_tokens = tuple(t for t, i in added.items() if i in end_ids)
+        """Tokens at which the model's generation ends."""
         self.encoder: Encoder = SlowEncoder(self.hf) if self.custom else FastEncoder(self.hf.backend_tokenizer)
         self._pattern = _pattern(self.hf.added_tokens_decoder.values())
         self._control_pattern = re.compile(
@@ -238,7 +239,7 @@ class TextTokenizer:
                     f"the chat template writes {found[0]!r}, which is no token of the tokenizer; they do not belong "
                     "together"
                 )
-        named = {t: i for t, i in self.added.items() if t in template or i in self.end_ids}
+        named = {t: i for t, i in self.added.items() if t in template or t in self.end_tokens}
         for content, token in named.items():
             declared = self._declared.get(content, token)
             decoded, encoded = self.encoder.decode([token]), self._reference(content)
@@ -271,20 +272,21 @@ def load(directory: Path, trust_remote_code: bool) -> tuple[Any, bool]:
     Raises:
         TokenizerError: there is none, or it is code that may not run.
     """
-    if (directory / "tokenizer.json").is_file():
-        return PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True), False
+    fast = (directory / "tokenizer.json").is_file()
     config = _json(directory / "tokenizer_config.json")
-    if not config:
+    if not fast and not config:
         raise TokenizerError(f"no tokenizer.json or tokenizer_config.json in {directory}")
-    custom = (config.get("auto_map") or {}).get("AutoTokenizer")
-    if custom and not trust_remote_code:
+    code = (config.get("auto_map") or {}).get("AutoTokenizer")
+    if not fast and code and not trust_remote_code:
         raise TokenizerError(
-            f"the tokenizer in {directory} is Python code that the checkpoint ships ({custom}); "
+            f"the tokenizer in {directory} is Python code that the checkpoint ships ({code}); "
             "set `model.trust_remote_code: true` if you trust it"
         )
-    from transformers import AutoTokenizer  # imports torch, which takes seconds in each process
-
     try:
+        if fast:
+            return PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True), False
+        from transformers import AutoTokenizer  # imports torch, which takes seconds in each process
+
         tokenizer = AutoTokenizer.from_pretrained(
             str(directory), trust_remote_code=trust_remote_code, local_files_only=True
         )
@@ -304,8 +306,10 @@ def _end_ids(directory: Path, tokenizer: Any) -> Iterable[int]:
     if tokenizer.eos_token_id is not None:
         yield tokenizer.eos_token_id
     for name in ("generation_config.json", "config.json"):
-        ids = _json(directory / name).get("eos_token_id")
-        yield from ids if isinstance(ids, list) else [] if ids is None else [ids]
+        config = _json(directory / name)
+        for part in (config, config.get("text_config") or {}):  # of a model with vision
+            ids = part.get("eos_token_id")
+            yield from ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
 def _adds_bos(directory: Path, tokenizer: Any) -> bool:

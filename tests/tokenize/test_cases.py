@@ -333,6 +333,13 @@ def test_code_of_a_checkpoint_runs_only_when_asked(tmp_path: Path) -> None:
         encoder(tmp_path)
 
 
+def test_a_damaged_tokenizer_says_so(make_checkpoint: Maker) -> None:
+    directory = make_checkpoint()
+    (directory / "tokenizer.json").write_text("{}")
+    with pytest.raises(TokenizerError, match="cannot be loaded"):
+        encoder(directory)
+
+
 def test_a_directory_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"no tokenizer\.json or tokenizer_config\.json"):
         encoder(tmp_path)
