@@ -14,6 +14,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -54,7 +55,7 @@ class Identity:
     """``exact`` keeps every bit; ``float8_e4m3`` keeps 8 bits an element, with a scale per token and depth."""
     schema: int = CAPTURE_SCHEMA
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """sha256 (hex) over all that decides values and shape."""
         decisive = asdict(self)

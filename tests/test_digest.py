@@ -50,3 +50,11 @@ def test_negative_zero_is_another_value() -> None:
 def test_pieces_have_the_same_row_digests_as_the_whole() -> None:
     pieces = [row_digests(STATES[:7]), row_digests(STATES[7:])]
     assert np.array_equal(torch.cat(pieces).numpy(), row_digests(STATES).numpy())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_of_the_opposite_sign_shows(dtype: torch.dtype) -> None:
+    """Modulo 2^32, an even number of odd weights times 2^31 is nothing."""
+    states = STATES.to(dtype)
+    assert torch.all(row_digests(-states) != row_digests(states))
+    assert torch.all(row_digests(-states) >> 32 != row_digests(states) >> 32)

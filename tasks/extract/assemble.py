@@ -16,6 +16,10 @@ import torch
 from tasks import digest
 from tasks.extract.witness import unlike_rows
 
+#: Poison: a row that is never written has NaN in its first columns, where it could hold plausible zeros or another
+#: sample's states. Filling whole rows would cost as much as writing them.
+POISONED_COLUMNS = 8
+
 
 @dataclass(frozen=True)
 class RowSummary:
@@ -48,21 +52,29 @@ def summarize(
         input_ids: [N]
         witness: per depth [N, C], the columns that :class:`tasks.extract.witness.Witness` saw; None if not watched.
     """
-    digests, squares, nonfinite, zero, unlike = [], [], [], [], []
-    for depth, rows_NH in enumerate(states):
-        digests.append(digest.row_digests(rows_NH))
-        values = rows_NH.float()
-        squares.append((values * values).sum(dim=1, dtype=torch.float64))
-        nonfinite.append((~torch.isfinite(values)).sum(dim=1, dtype=torch.int32))
-        zero.append(~(values != 0).any(dim=1))
-        unlike.append(unlike_rows(rows_NH, witness[depth]) if witness is not None else torch.zeros_like(zero[-1]))
-    return RowSummary(
-        torch.stack(digests, 1),
-        torch.stack(squares, 1),
-        torch.stack(nonfinite, 1),
-        torch.stack(zero, 1),
-        torch.stack(unlike, 1),
-        input_ids.to(torch.int32),
+    examined = [_examine(rows_NH) for rows_NH in states]
+    digests, squares, nonfinite, zero = (torch.stack(column, 1) for column in zip(*examined, strict=True))
+    if witness is None:
+        unlike = torch.zeros_like(zero)
+    else:
+        unlike = torch.stack([unlike_rows(rows, seen) for rows, seen in zip(states, witness, strict=True)], 1)
+    return RowSummary(digests, squares, nonfinite, zero, unlike, input_ids.to(torch.int32))
+
+
+def _examine(rows_NH: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Digest, sum of squares, elements not finite and all-zero of each row, each [N]."""
+    if rows_NH.is_cuda:
+        from tasks.extract.row_kernel import examine_rows
+
+        return examine_rows(
+            rows_NH, digest.column_weights(rows_NH.shape[1] * rows_NH.element_size() // 2, rows_NH.device)
+        )
+    values = rows_NH.float()
+    return (
+        digest.row_digests(rows_NH),
+        (values * values).sum(dim=1, dtype=torch.float64),
+        (~torch.isfinite(values)).sum(dim=1, dtype=torch.int32),
+        ~(values != 0).any(dim=1),
     )
 
 
@@ -76,6 +88,8 @@ class Sample:
     directory: Path
     states_LTH: torch.Tensor | None
     """None on a rank that only digests."""
+    buffer: torch.Tensor | None
+    """The memory under ``states_LTH``, to be given back."""
     digests_TL: npt.NDArray[np.int64]
     squares_TL: npt.NDArray[np.float64]
     nonfinite_TL: npt.NDArray[np.int32]
@@ -100,11 +114,11 @@ class Assembler:
     num_depths: int
     hidden_size: int
     dtype: torch.dtype
-    keep_states: bool
-    """Whether this rank keeps the states, or only their digests."""
+    keeps: Callable[[str], bool]
+    """Whether this rank keeps the states of the sample with this key, or only their digests."""
     on_complete: Callable[[Sample], None]
-    reserve: Callable[[int], None] = lambda num_bytes: None
-    """Called before a sample's buffer of that many bytes is allocated; blocks while memory is short."""
+    take: Callable[[int], torch.Tensor]
+    """Gives a uint8 buffer of at least that many bytes; blocks while memory is short."""
     _samples: dict[str, Sample] = field(default_factory=dict)
     _expected: dict[str, tuple[int, Path]] = field(default_factory=dict)
 
@@ -118,15 +132,24 @@ class Assembler:
         self._expected.pop(key, None)
         return self._samples.pop(key, None)
 
-    def add(self, key: str, start: int, states: Iterable[torch.Tensor], summary: RowSummary, rows: slice) -> None:
+    def add(
+        self,
+        key: str,
+        start: int,
+        states: Iterable[torch.Tensor],
+        summary: RowSummary,
+        rows: slice,
+        state_rows: slice | None = None,
+    ) -> None:
         """Place one request's rows of a step.
 
         Args:
             key: of the sample; rows of samples that are not expected (a warm-up's, say) are ignored.
             start: absolute position of the first row.
-            states: per depth [N, H] in host memory, all rows of the step.
+            states: per depth [N, H] in host memory.
             summary: of all rows of the step, in host memory.
-            rows: the request's rows in both.
+            rows: the request's rows in the summary.
+            state_rows: its rows in the states, where those are not all of the step.
         """
         if key not in self._expected:
             return
@@ -139,10 +162,12 @@ class Assembler:
                 f"rows [{sample.filled}, {start}) of {sample.num_tokens} were never computed; was prefix caching on?"
             )
             return
-        place, rows = slice(start, start + num_rows), slice(rows.start, rows.start + num_rows)
+        place = slice(start, start + num_rows)
         if sample.states_LTH is not None:
+            first = (state_rows or rows).start
             for depth, rows_NH in enumerate(states):
-                sample.states_LTH[depth, place] = rows_NH[rows]
+                sample.states_LTH[depth, place] = rows_NH[first : first + num_rows]
+        rows = slice(rows.start, rows.start + num_rows)
         sample.digests_TL[place] = summary.digests_NL[rows].numpy()
         sample.squares_TL[place] = summary.squares_NL[rows].numpy()
         sample.nonfinite_TL[place] = summary.nonfinite_NL[rows].numpy()
@@ -164,17 +189,19 @@ class Assembler:
     def _begin(self, key: str) -> Sample:
         num_tokens, directory = self._expected[key]
         shape = (num_tokens, self.num_depths)
-        states = None
-        if self.keep_states:
-            self.reserve(num_tokens * self.num_depths * self.hidden_size * self.dtype.itemsize)
-            # Poison: a row that is never written is found as NaN, not as plausible zeros.
-            states = torch.full((self.num_depths, num_tokens, self.hidden_size), torch.nan, dtype=self.dtype)
+        states = buffer = None
+        if self.keeps(key):
+            num_bytes = num_tokens * self.num_depths * self.hidden_size * self.dtype.itemsize
+            buffer = self.take(num_bytes)
+            states = buffer[:num_bytes].view(self.dtype).view(self.num_depths, num_tokens, self.hidden_size)
+            states[:, :, :POISONED_COLUMNS] = torch.nan
         sample = Sample(
             key=key,
             num_tokens=num_tokens,
             hidden_size=self.hidden_size,
             directory=directory,
             states_LTH=states,
+            buffer=buffer,
             digests_TL=np.zeros(shape, np.int64),
             squares_TL=np.full(shape, np.nan),
             nonfinite_TL=np.zeros(shape, np.int32),

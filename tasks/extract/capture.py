@@ -20,7 +20,7 @@ import torch
 
 from tasks.extract.assemble import Assembler, RowSummary
 from tasks.extract.step import MisshapenStep, SeamError, Span, Step, check_step, read_step
-from tasks.extract.transfer import DirectTransfer, PinnedRing, Transfer
+from tasks.extract.transfer import DirectTransfer, PinnedRing, Place, Transfer
 from tasks.extract.witness import Witness
 from tasks.extract.writer import Writer
 from tasks.report.log import logger
@@ -119,16 +119,23 @@ class CaptureMixin:
                 kept.append((span.start, rows_LNH.float().cpu()))
 
     def layertap_open(
-        self, stage: str, stage_spec: dict[str, Any], writer_threads: int, staging_bytes: int, ring_slots: int
+        self,
+        stage: str,
+        stage_spec: dict[str, Any],
+        writer_threads: int,
+        staging_bytes: int,
+        ring_slots: int,
+        deal: bool,
     ) -> dict[str, Any]:
         """Make ready to capture.
 
         Args:
             stage: the function that stages a sample, as ``package.module:function``.
             stage_spec: what it needs to know of the store.
-            writer_threads: threads that encode and write.
-            staging_bytes: bound on the host memory of captured samples.
+            writer_threads: threads of this rank that encode and write.
+            staging_bytes: bound on this rank's host memory for captured samples.
             ring_slots: pinned buffers between GPU and host.
+            deal: whether samples are dealt over the ranks to be written, or all written by the first.
 
         Returns:
             What this rank is, for the engine to check and the store to record.
@@ -136,8 +143,7 @@ class CaptureMixin:
         self._world_size = self.vllm_config.parallel_config.tensor_parallel_size
         self._suspects: dict[str, list[tuple[int, torch.Tensor]]] = {}
         hidden_size, dtype = self.model_config.get_hidden_size(), self.model_config.dtype
-        # Every rank holds the whole residual stream; one is enough to store it, all are needed to prove it.
-        keep_states = self.rank == 0
+        self._deal = deal
         self._writer = Writer(
             rank=self.rank,
             world_size=self._world_size,
@@ -152,18 +158,18 @@ class CaptureMixin:
             num_depths=len(self._depths),
             hidden_size=hidden_size,
             dtype=dtype,
-            keep_states=keep_states,
+            keeps=self._keeps,
             on_complete=self._writer.submit,
-            reserve=self._writer.budget.reserve,
+            take=self._writer.memory.take,
         )
         self._lock = threading.Lock()
         self._transfer: Transfer
         if self.device.type == "cpu":
-            self._transfer = DirectTransfer(self._deliver, keep_states=keep_states)
+            self._transfer = DirectTransfer(self._deliver, lambda span: self._keeps(_key(span)))
         else:
             self._transfer = PinnedRing(
                 self._deliver,
-                keep_states=keep_states,
+                lambda span: self._keeps(_key(span)),
                 slots=ring_slots,
                 num_depths=len(self._depths),
                 max_rows=self.vllm_config.scheduler_config.max_num_batched_tokens,
@@ -245,12 +251,16 @@ class CaptureMixin:
         self._open = False
         self._transfer.close()
         self._writer.close()
-        return {"waited_for_copy": self._transfer.waited, "waited_for_writers": self._writer.budget.waited}
+        return {"waited_for_copy": self._transfer.waited, "waited_for_writers": self._writer.memory.waited}
 
-    def _deliver(self, spans: Sequence[Span], states: Sequence[torch.Tensor], summary: RowSummary) -> None:
+    def _keeps(self, key: str) -> bool:
+        # Every rank holds the whole residual stream; one is enough to store a sample, all are needed to prove it.
+        return (int(key[:8], 16) % self._world_size if self._deal else 0) == self.rank
+
+    def _deliver(self, places: Sequence[Place], states: Sequence[torch.Tensor], summary: RowSummary) -> None:
         with self._lock:
-            for span in spans:
-                self._assembler.add(_key(span), span.start, states, summary, span.rows)
+            for span, state_rows in places:
+                self._assembler.add(_key(span), span.start, states, summary, span.rows, state_rows)
 
 
 def _key(span: Span) -> str:

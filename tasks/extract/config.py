@@ -1,6 +1,6 @@
 """What a user says of the engine."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -50,7 +50,14 @@ class Engine(BaseModel):
     staging_gib: Annotated[float, Field(gt=0)] = Field(
         default=8.0, description="Host memory for captured samples that are not written yet; the engine waits beyond."
     )
-    writer_threads: Annotated[int, Field(ge=1)] = Field(default=4, description="Threads that encode and write samples.")
+    writer_threads: Annotated[int, Field(ge=1)] = Field(
+        default=4, description="Threads that encode and write samples, over all writing ranks."
+    )
+    writing_ranks: Literal["first", "all"] = Field(
+        default="first",
+        description="`first`: rank 0 writes all samples. `all`: samples are dealt over the ranks, for when one process "
+        "cannot encode as fast as the engine computes.",
+    )
     ring_slots: Annotated[int, Field(ge=2, description="Pinned buffers between GPU and host, each of one step.")] = 3
     extra: dict[str, Any] = Field(
         default_factory=dict,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -98,7 +98,7 @@ class CaptureEngine:
         self._dead: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="layertap-engine", daemon=True)
 
-    def start(self) -> "CaptureEngine":
+    def start(self) -> Self:
         """Load the model and prove the capture on probe samples; returns when the engine is ready."""
         self._thread.start()
         try:
@@ -211,14 +211,16 @@ class CaptureEngine:
             vllm_engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         except (TypeError, ValueError) as error:
             raise StartupError(f"vLLM {vllm_version()} refused the engine's arguments: {error}") from error
+        writers = engine.tensor_parallel_size if engine.writing_ranks == "all" else 1
         self.ranks = vllm_engine.collective_rpc(
             "layertap_open",
             args=(
                 spec.stage,
                 dict(spec.stage_spec),
-                engine.writer_threads,
-                int(engine.staging_gib * 2**30),
+                -(-engine.writer_threads // writers),
+                int(engine.staging_gib * 2**30) // writers,
                 engine.ring_slots,
+                writers > 1,
             ),
         )
         return vllm_engine

@@ -13,10 +13,9 @@ from tasks.extract.engine import CaptureEngine, EngineSpec, Job
 from tasks.model import Checkpoint
 from tasks.report.progress import Progress
 from tasks.samples import SampleTable
+from tasks.store.stage import STAGE
 from tasks.store.store import Store
 from tasks.vocabulary import Chunk, Identity
-
-STAGE = "tasks.store.stage:stage_states"  # by name, since it runs in the engine's worker processes
 
 
 class Halted(RuntimeError):

@@ -12,9 +12,14 @@ import torch
 from tasks.extract.assemble import RowSummary, summarize
 from tasks.extract.step import Span, Step
 
-#: Receives (spans, states per depth [N, H], summary) of one step, all in host memory; the states of a rank that
-#: keeps none are empty.
-Deliver = Callable[[Sequence[Span], Sequence[torch.Tensor], RowSummary], None]
+#: A request's rows of a step, and where its states stand in what is delivered; None if this rank does not keep them.
+Place = tuple[Span, slice | None]
+
+#: Receives the places, the states per depth [N, H] and the summary of one step, all in host memory.
+Deliver = Callable[[Sequence[Place], Sequence[torch.Tensor], RowSummary], None]
+
+#: Whether this rank keeps the states of a request's rows.
+Keeps = Callable[[Span], bool]
 
 
 class Transfer(Protocol):
@@ -37,13 +42,13 @@ class DirectTransfer:
 
     waited = 0.0
 
-    def __init__(self, deliver: Deliver, *, keep_states: bool) -> None:
+    def __init__(self, deliver: Deliver, keeps: Keeps) -> None:
         self._deliver = deliver
-        self._keep_states = keep_states
+        self._keeps = keeps
 
     def send(self, step: Step) -> None:
-        summary = summarize(step.states, step.input_ids, step.witness)
-        self._deliver(step.spans, step.states if self._keep_states else (), summary)
+        places = [(span, span.rows if self._keeps(span) else None) for span in step.spans]
+        self._deliver(places, step.states, summarize(step.states, step.input_ids, step.witness))
 
     @property
     def idle(self) -> bool:
@@ -55,8 +60,8 @@ class DirectTransfer:
 
 @dataclass(frozen=True)
 class _InFlight:
-    spans: Sequence[Span]
-    pinned: torch.Tensor | None
+    places: Sequence[Place]
+    pinned: torch.Tensor
     num_rows: int
     summary: RowSummary
     arrived: Any  # torch.cuda.Event
@@ -72,8 +77,8 @@ class PinnedRing:
     def __init__(
         self,
         deliver: Deliver,
+        keeps: Keeps,
         *,
-        keep_states: bool,
         slots: int,
         num_depths: int,
         max_rows: int,
@@ -82,13 +87,12 @@ class PinnedRing:
         device: torch.device,
     ) -> None:
         self.waited = 0.0
-        self._deliver = deliver
+        self._deliver, self._keeps = deliver, keeps
         self._num_depths, self._hidden_size = num_depths, hidden_size
         self._stream = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
-        self._free: queue.SimpleQueue[torch.Tensor | None] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for _ in range(slots):
-            elements = num_depths * max_rows * hidden_size if keep_states else 0
-            self._free.put(torch.empty(elements, dtype=dtype, pin_memory=True) if keep_states else None)
+            self._free.put(torch.empty(num_depths * max_rows * hidden_size, dtype=dtype, pin_memory=True))
         self._in_flight: queue.SimpleQueue[_InFlight | None] = queue.SimpleQueue()
         self._unfinished = 0
         self._lock = threading.Lock()
@@ -97,23 +101,42 @@ class PinnedRing:
         self._thread.start()
 
     def send(self, step: Step) -> None:
-        num_rows = step.input_ids.shape[0]
         on_device = summarize(step.states, step.input_ids, step.witness)
         began = perf_counter()
         pinned = self._free.get()
         self.waited += perf_counter() - began
-        block_LNH = None if pinned is None else torch.stack(step.states)
+        places, block_LNH = self._gather(step)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             summary = RowSummary(*(_to_pinned(t, self._stream) for t in vars(on_device).values()))
-            if block_LNH is not None and pinned is not None:
+            if block_LNH is not None:
                 pinned[: block_LNH.numel()].view_as(block_LNH).copy_(block_LNH, non_blocking=True)
                 block_LNH.record_stream(self._stream)
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record(self._stream)
         with self._lock:
             self._unfinished += 1
-        self._in_flight.put(_InFlight(step.spans, pinned, num_rows, summary, arrived))
+        num_rows = 0 if block_LNH is None else block_LNH.shape[1]
+        self._in_flight.put(_InFlight(places, pinned, num_rows, summary, arrived))
+
+    def _gather(self, step: Step) -> tuple[list[Place], torch.Tensor | None]:
+        """The rows that this rank keeps, cloned into one block [L, n, H]."""
+        places: list[Place] = []
+        num_rows = 0
+        for span in step.spans:
+            count = span.rows.stop - span.rows.start
+            kept = self._keeps(span)
+            places.append((span, slice(num_rows, num_rows + count) if kept else None))
+            num_rows += count if kept else 0
+        if num_rows == 0:
+            return places, None
+        if num_rows == step.input_ids.shape[0]:
+            return places, torch.stack(step.states)
+        kept_rows = [span.rows for span, place in places if place is not None]
+        block_LNH = step.states[0].new_empty(self._num_depths, num_rows, self._hidden_size)
+        for depth, rows_NH in enumerate(step.states):
+            torch.cat([rows_NH[rows] for rows in kept_rows], out=block_LNH[depth])
+        return places, block_LNH
 
     @property
     def idle(self) -> bool:
@@ -130,11 +153,9 @@ class PinnedRing:
         while (item := self._in_flight.get()) is not None:
             try:
                 item.arrived.synchronize()
-                states: Sequence[torch.Tensor] = ()
-                if item.pinned is not None:
-                    used = self._num_depths * item.num_rows * self._hidden_size
-                    states = tuple(item.pinned[:used].view(self._num_depths, item.num_rows, self._hidden_size))
-                self._deliver(item.spans, states, item.summary)
+                used = self._num_depths * item.num_rows * self._hidden_size
+                states = tuple(item.pinned[:used].view(self._num_depths, item.num_rows, self._hidden_size))
+                self._deliver(item.places, states, item.summary)
             except BaseException as error:  # reported by `idle`, on the thread that can stop the engine
                 self._error = error
             self._free.put(item.pinned)

@@ -45,11 +45,14 @@ class Witness:
         stack = _stack(model)
         self._depths = tuple(depths)
         self._seen: dict[int, torch.Tensor] = {}
+        self.hooks: list[Any] = []
+        """Handles by which the hooks can be removed."""
         for depth in depths:
             is_last = depth == len(stack.layers)
             module = stack.norm if is_last else stack.layers[depth]
             hidden, residual = (0, 1) if is_last else _places(module)
-            module.register_forward_pre_hook(self._hook(depth, hidden, residual), with_kwargs=True)
+            hook = self._hook(depth, hidden, residual)
+            self.hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def take(self, num_rows: int) -> tuple[torch.Tensor, ...]:
         """What the layers were given since the last call: per depth [N, C].

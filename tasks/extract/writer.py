@@ -4,12 +4,10 @@ The threads run in the engine's worker process, beside the engine: tensors never
 processes. Memory is bounded; when the writers fall behind, the engine waits.
 """
 
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -17,46 +15,14 @@ import numpy.typing as npt
 import torch
 
 from tasks import digest
-from tasks.extract.assemble import Sample
+from tasks.extract.assemble import POISONED_COLUMNS, Sample
+from tasks.extract.memory import HostMemory
 from tasks.profile import profile_of
 from tasks.vocabulary import DType, Receipt, digest_ids
 
 #: Stage one sample: (directory, key, what the stage needs to know of the store, states [L, T, H] as uint16 bits or
 #: float32, ids [T]) -> {path: (bytes, crc32c)}
 Stage = Callable[[Path, str, Mapping[str, Any], npt.NDArray[Any], npt.NDArray[np.int32]], Mapping[str, tuple[int, int]]]
-
-
-class ByteBudget:
-    """Bounds the host memory of captured samples; blocks the capture while the writers hold too much."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.waited = 0.0
-        """Seconds that the capture has waited for the writers."""
-        self._held = 0
-        self._writing = 0
-        self._changed = threading.Condition()
-
-    def reserve(self, num_bytes: int) -> None:
-        """Wait until there is room. Never waits while no sample is being written, since none could make room."""
-        with self._changed:
-            if self._held + num_bytes > self.limit and self._writing:
-                began = perf_counter()
-                self._changed.wait_for(lambda: self._held + num_bytes <= self.limit or not self._writing)
-                self.waited += perf_counter() - began
-            self._held += num_bytes
-
-    def writing(self) -> None:
-        """A sample was handed to the writers."""
-        with self._changed:
-            self._writing += 1
-
-    def release(self, num_bytes: int, *, written: bool) -> None:
-        """A sample's memory is free again, after it was ``written`` or when it was abandoned."""
-        with self._changed:
-            self._held -= num_bytes
-            self._writing -= written
-            self._changed.notify_all()
 
 
 class Writer:
@@ -77,21 +43,21 @@ class Writer:
         self._witnessed = witnessed
         self._rank, self._world_size, self._dtype = rank, world_size, dtype
         self._stage, self._stage_spec = stage, stage_spec
-        self.budget = ByteBudget(limit_bytes)
+        self.memory = HostMemory(limit_bytes)
         self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="layertap-writer")
         self._receipts: dict[str, Future[Receipt]] = {}
         self._row_digests: dict[str, npt.NDArray[np.int64]] = {}
 
     def submit(self, sample: Sample) -> None:
         """Take a complete sample; staged only where this rank keeps the states."""
-        if sample.states_LTH is not None:
-            self.budget.writing()
+        if sample.buffer is not None:
+            self.memory.writing()
         self._receipts[sample.key] = self._pool.submit(self._write, sample)
 
     def abandon(self, sample: Sample) -> None:
         """Write the receipt of a sample that will not be completed."""
-        if sample.states_LTH is not None:
-            self.budget.release(sample.states_LTH.nbytes, written=False)
+        if sample.buffer is not None:
+            self.memory.give_back(sample.buffer, written=False)
         error = sample.error
         if error is None and sample.misshapen is None:
             error = f"only rows [0, {sample.filled}) of {sample.num_tokens} were computed"
@@ -118,8 +84,8 @@ class Writer:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _write(self, sample: Sample) -> Receipt:
-        states_LTH = sample.states_LTH
-        if states_LTH is None:
+        states_LTH, buffer = sample.states_LTH, sample.buffer
+        if states_LTH is None or buffer is None:
             return self._receipt(sample)
         try:
             arrived_TL = np.stack([digest.row_digests(rows_TH).numpy() for rows_TH in states_LTH], axis=1)
@@ -137,7 +103,7 @@ class Writer:
         except Exception as error:  # any fault of one sample is that sample's verdict, not the engine's end
             return self._receipt(sample, error=f"{type(error).__name__}: {error}")
         finally:
-            self.budget.release(states_LTH.nbytes, written=True)
+            self.memory.give_back(buffer, written=True)
 
     def _receipt(
         self, sample: Sample, *, objects: Mapping[str, tuple[int, int]] | None = None, error: str | None = None
@@ -191,5 +157,5 @@ def _changes(
     changed_TL = arrived_TL != sample.digests_TL
     unwritten_TL = np.zeros_like(changed_TL)
     for token, depth in np.argwhere(changed_TL):
-        unwritten_TL[token, depth] = bool(torch.isnan(states_LTH[depth, token]).all())
+        unwritten_TL[token, depth] = bool(torch.isnan(states_LTH[depth, token, :POISONED_COLUMNS]).all())
     return changed_TL, unwritten_TL

@@ -51,6 +51,9 @@ class Files(Protocol):
     def read_all(self, paths: Sequence[str]) -> Iterator[bytes | None]:
         """Contents of files in this order, None for a missing one; fetches a few ahead where that pays."""
 
+    def read_summed(self, paths: Sequence[str]) -> Iterator[tuple[memoryview, int] | None]:
+        """As :meth:`read_all`, with the crc32c of each. A content is valid until the next one is taken."""
+
     def names(self, directory: str) -> list[str]:
         """Names directly in a directory, sorted; empty where there is none."""
 
@@ -61,11 +64,17 @@ class Backend(Files, Protocol):
     def put(self, path: str, data: bytes) -> None:
         """Write or replace a file, atomically and durably."""
 
+    def put_all(self, documents: Mapping[str, bytes]) -> None:
+        """As :meth:`put` for many small files at about the cost of one."""
+
     def remove(self, path: str) -> None:
         """Remove a file or a directory with all in it, if it is there."""
 
     def incomplete(self, expected: Iterable[Expected]) -> Iterator[str]:
-        """Keys of which a file is missing or has another size."""
+        """Keys of which a file is missing or has another size.
+
+        An object store may look for samples only, not for each of their files, where there are very many.
+        """
 
     def sizes(self, path: str) -> dict[str, int]:
         """Bytes of each file in a directory and below, by path relative to it; empty where there is none."""

@@ -30,16 +30,17 @@ class SampleNotFound(StoreError, KeyError):
 class DamagedSample(StoreError):
     """A committed sample whose files are not what was committed: one is missing, short or altered."""
 
-    def __init__(self, key: str, problem: str) -> None:
-        super().__init__(key, problem)
+    def __init__(self, key: str, problem: str | None = None) -> None:
+        """Take a key and what is wrong; or a whole message, as a DataLoader raises a worker's error again."""
+        if problem is None:
+            super().__init__(key)
+            return
+        super().__init__(
+            f"sample {key} is damaged: {problem}. `layertap verify --set-aside` takes damaged samples out of the "
+            "store, and the next run extracts them again"
+        )
         self.key = key
         self.problem = problem
-
-    def __str__(self) -> str:
-        return (
-            f"sample {self.key} is damaged: {self.problem}. `layertap verify --set-aside` takes damaged samples out "
-            "of the store, and the next run extracts them again"
-        )
 
 
 class NoSpace(StoreError):

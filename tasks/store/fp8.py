@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from tasks.store.layout import CHUNK_TOKENS, StateSpec
+from tasks.store.layout import StateSpec
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +18,7 @@ class Quantizer:
     """Quantizes a sample chunk by chunk, possibly from several threads, and measures the error."""
 
     def __init__(self, spec: StateSpec, num_tokens: int) -> None:
+        self._chunk_tokens = spec.chunk_tokens
         self._is_float32 = spec.dtype == "float32"
         self.scales_LT: npt.NDArray[np.float32] = np.empty((spec.num_depths, num_tokens), dtype="<f4")
         self._errors_LT: npt.NDArray[np.float32] = np.empty((spec.num_depths, num_tokens), dtype="<f4")
@@ -34,7 +35,7 @@ class Quantizer:
         difference_LtH = bits_LtH.float().mul_(scale_Lt[..., None]).sub_(computed_LtH)
         norm_Lt = computed_LtH.norm(dim=-1)
         error_Lt = difference_LtH.norm(dim=-1) / torch.where(norm_Lt > 0, norm_Lt, 1.0)
-        rows = slice(j * CHUNK_TOKENS, j * CHUNK_TOKENS + states_LtH.shape[1])
+        rows = slice(j * self._chunk_tokens, j * self._chunk_tokens + states_LtH.shape[1])
         self.scales_LT[:, rows] = scale_Lt.numpy()
         self._errors_LT[:, rows] = error_Lt.numpy()
         return bits_LtH.view(torch.uint8).numpy()

@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator
 
-import google_crc32c
-
 from tasks.store.backend import Backend, Files
 from tasks.store.errors import DamagedSample
-from tasks.store.layout import RECORD, Record, parse_record, sample_path
+from tasks.store.layout import RECORD, Record, StateSpec, parse_record, sample_path
+from tasks.vocabulary import Identity
 
 
-def load_record(files: Files, key: str, identity_digest: str) -> Record:
+def load_record(files: Files, key: str, identity: Identity) -> Record:
     """Read a sample's completion record, checked against itself, its place and the store.
 
     Raises:
@@ -18,39 +17,42 @@ def load_record(files: Files, key: str, identity_digest: str) -> Record:
     """
     document = files.read(f"{sample_path(key)}/{RECORD}")
     try:
-        record = parse_record(document)
+        record = parse_record(document, StateSpec.of(identity))
     except ValueError as error:
         raise DamagedSample(key, str(error)) from error
-    if record.key != key or record.identity != identity_digest:
+    if record.key != key or record.identity != identity.digest:
         raise DamagedSample(key, "its zarr.json belongs to another sample or store")
     return record
 
 
-def probe(backend: Backend, key: str, identity_digest: str) -> Record:
+def probe(backend: Backend, key: str, identity: Identity) -> Record:
     """Read a sample's completion record and check that all its files are there with their sizes.
 
     Raises:
         FileNotFoundError: the sample is not committed.
         DamagedSample: it is committed, but not whole.
     """
-    record = load_record(backend, key, identity_digest)
+    record = load_record(backend, key, identity)
     present = backend.sizes(sample_path(key))
     for path, (size, _) in record.objects.items():
         _check_size(record, path, size, present.get(path))
     return record
 
 
-def checked_files(files: Files, record: Record) -> Iterator[tuple[str, bytes]]:
+def checked_files(files: Files, record: Record) -> Iterator[tuple[str, memoryview]]:
     """Read all files of a sample but the record, each checked against the record: (path, content).
+
+    A content is valid until the next one is taken.
 
     Raises:
         DamagedSample: a file is missing, or not byte for byte what was committed.
     """
     directory = sample_path(record.key)
-    contents = files.read_all([f"{directory}/{path}" for path in record.objects])
-    for (path, (size, crc)), data in zip(record.objects.items(), contents, strict=True):
+    contents = files.read_summed([f"{directory}/{path}" for path in record.objects])
+    for (path, (size, crc)), content in zip(record.objects.items(), contents, strict=True):
+        data, found = content or (None, 0)
         _check_size(record, path, size, None if data is None else len(data))
-        if data is None or google_crc32c.value(data) != crc:
+        if data is None or found != crc:
             raise DamagedSample(record.key, f"{path} does not match its checksum")
         yield path, data
 

@@ -164,7 +164,7 @@ def verify(
         StoreBusy: a run is writing, and ``set_aside`` was asked for.
     """
     backend = open_backend(url)
-    digest = stored_identity(backend).digest
+    identity = stored_identity(backend)
     reader = Reader(url)
     found = Verification(store_problems=list(_store_problems(backend, reader)))
     listed = {item.key: item for item in reader.listing()}
@@ -173,7 +173,7 @@ def verify(
 
     def check(key: str) -> Record | str | None:
         try:
-            record = load_record(backend, key, digest)
+            record = load_record(backend, key, identity)
             for _ in checked_files(backend, record):
                 pass
         except FileNotFoundError:
@@ -207,7 +207,7 @@ def verify(
         if log:
             log.close()
     if set_aside and found.damaged:
-        with Store.open(url, stored_identity(backend), run="verify") as store:
+        with Store.open(url, identity, run="verify") as store:
             for key in found.damaged:
                 store.backend.set_aside(key)
                 found.set_aside.append(key)
@@ -292,7 +292,7 @@ def repair(url: str | os.PathLike[str], *, workers: int = 8, progress: Progress 
 
         def check(key: str) -> Record | str | None:
             try:
-                return probe(backend, key, identity.digest)
+                return probe(backend, key, identity)
             except FileNotFoundError:
                 return None
             except DamagedSample as error:
@@ -360,4 +360,4 @@ def gc(url: str | os.PathLike[str]) -> Collection:
 
 
 def _gb(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

@@ -9,7 +9,7 @@ samples' completion records say anyway, so it can be rebuilt from them.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import google_crc32c
 import numpy as np
@@ -38,8 +38,7 @@ def from_spans(spans: Sequence[int], num_tokens: int) -> npt.NDArray[np.bool_]:
     return mask_T
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """A committed sample as the manifest lists it."""
 
     num_tokens: int
@@ -59,8 +58,7 @@ class Entry:
         return sum(self.sizes)
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """A conversation of the user's data and the sample that holds its tokens."""
 
     key: str

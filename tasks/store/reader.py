@@ -19,6 +19,7 @@ from numcodecs import blosc
 
 from tasks.store import layout
 from tasks.store.backend import Files, open_files
+from tasks.store.buffers import scratch
 from tasks.store.errors import DamagedSample, SampleNotFound
 from tasks.store.fp8 import dequantize
 from tasks.store.integrity import checked_files, load_record
@@ -256,7 +257,7 @@ class Reader:
             DamagedSample: it is not what was committed.
         """
         try:
-            return load_record(self._files, key, self.identity.digest)
+            return load_record(self._files, key, self.identity)
         except FileNotFoundError:
             if key in self._entries:
                 raise DamagedSample(key, "its zarr.json is missing") from None
@@ -288,21 +289,25 @@ class Reader:
         self.check_depths(depths)
         return [self.identity.depths.index(depth) for depth in depths]
 
-    def _read_files(self, record: Record, rows: Sequence[int]) -> tuple[npt.NDArray[Any], dict[str, memoryview]]:
+    def _read_files(self, record: Record, rows: Sequence[int]) -> tuple[npt.NDArray[Any], dict[str, bytes]]:
         """All files of a sample, checked: the states, and the content of the small arrays by path."""
         spec, num_tokens = self.spec, record.num_tokens
-        width = min(num_tokens, layout.CHUNK_TOKENS)
+        width = min(num_tokens, spec.chunk_tokens)
         states_LTH = np.empty((len(rows), num_tokens, spec.hidden_size), dtype=spec.stored_dtype)
         in_place = len(rows) == spec.num_depths and num_tokens == width
-        chunk_LtH = states_LTH if in_place else np.empty(spec.shape(width), dtype=spec.stored_dtype)
-        small: dict[str, memoryview] = {}
+        if in_place:
+            chunk_LtH = states_LTH
+        else:
+            nbytes = spec.num_depths * width * spec.hidden_size * spec.stored_dtype.itemsize
+            chunk_LtH = scratch("chunk", nbytes).view(spec.stored_dtype).reshape(spec.shape(width))
+        small: dict[str, bytes] = {}
         start = 0
         for path, data in checked_files(self._files, record):
             if path.endswith("zarr.json"):
                 continue
-            content = memoryview(data)[:-4]  # the codec's own checksum, covered by the one above
+            content = data[:-4]  # without the codec's own checksum, which the one above covers
             if not path.startswith("hidden_states/"):
-                small[path] = content
+                small[path] = bytes(content)
                 continue
             try:
                 blosc.decompress(content, chunk_LtH)
@@ -310,7 +315,8 @@ class Reader:
                 raise DamagedSample(record.key, f"{path} does not decode") from error
             if not in_place:
                 end = min(start + width, num_tokens)
-                states_LTH[:, start:end] = chunk_LtH[rows, : end - start]
+                for into, row in enumerate(rows):
+                    states_LTH[into, start:end] = chunk_LtH[row, : end - start]
                 start = end
         return states_LTH, small
 

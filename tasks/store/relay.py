@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import IO
 
+import google_crc32c
+
 from tasks.store.errors import StorageFailure
 
 _LENGTH = struct.Struct("<q")
@@ -52,6 +54,10 @@ class Relay:
             window = list(paths[start : start + _WINDOW])
             self._ask({"paths": window})
             yield from [self._answer() for _ in window]
+
+    def read_summed(self, paths: Sequence[str]) -> Iterator[tuple[memoryview, int] | None]:
+        for data in self.read_all(paths):
+            yield None if data is None else (memoryview(data), google_crc32c.value(data))
 
     def names(self, directory: str) -> list[str]:
         self._ask({"names": directory})

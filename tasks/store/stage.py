@@ -15,7 +15,10 @@ import numpy.typing as npt
 
 from tasks.store.errors import storage_failures
 from tasks.store.fp8 import Quantizer
-from tasks.store.layout import CHUNK_TOKENS, StateSpec, check_key, num_chunks, seal
+from tasks.store.layout import StateSpec, check_key, seal
+
+STAGE = "tasks.store.stage:stage_states"
+"""The name by which the engine's worker processes find :func:`stage_states`."""
 
 # Larger files are flushed when written, so that the page cache does not fill up with states ahead of the disk;
 # smaller ones are flushed together by the commit, which spares small samples most of the cost.
@@ -58,29 +61,30 @@ def stage_states(
     if states_LTH.dtype != spec.given_dtype:
         raise ValueError(f"states are {states_LTH.dtype}, the store takes {spec.dtype} as {spec.given_dtype}")
 
-    directory = Path(staging) / check_key(key)
+    directory = f"{os.fspath(staging)}/{check_key(key)}"
     written: dict[str, tuple[int, int]] = {}
 
     def write(path: str, *parts: bytes) -> None:
-        written[path] = write_file(directory / path, *parts)
+        written[path] = write_file(f"{directory}/{path}", *parts)
 
     def write_array(name: str, chunk: str, values: npt.NDArray[Any]) -> None:
-        (directory / name).mkdir(parents=True, exist_ok=True)
+        os.makedirs(f"{directory}/{name}", exist_ok=True)  # noqa: PTH103
         write(f"{name}/zarr.json", spec.templates.array(name, num_tokens))
         write(f"{name}/{chunk}", seal(values.tobytes()))
 
     quantizer = Quantizer(spec, num_tokens) if spec.is_fp8 else None
 
     def encode(j: int) -> tuple[bytes, bytes]:
-        chunk_LtH = _rows(states_LTH, j)
+        chunk_LtH = states_LTH[:, j * spec.chunk_tokens : (j + 1) * spec.chunk_tokens]
         return spec.encode(_pad(quantizer(chunk_LtH, j) if quantizer else chunk_LtH, spec, num_tokens))
 
     with storage_failures(directory):
-        (directory / "hidden_states").mkdir(parents=True, exist_ok=True)
+        # Plain strings here and below: for small samples, pathlib takes as long as the system calls.
+        os.makedirs(f"{directory}/hidden_states", exist_ok=True)  # noqa: PTH103
         write("hidden_states/zarr.json", spec.templates.array("hidden_states", num_tokens))
         run = executor.map if executor is not None else map
         # An executor would take all chunks at once; a window keeps memory bounded.
-        for window in _windows(num_chunks(num_tokens), 16):
+        for window in _windows(spec.num_chunks(num_tokens), 16):
             for j, parts in zip(window, run(encode, window), strict=True):
                 write(f"hidden_states/c.0.{j}.0", *parts)
         if quantizer:
@@ -95,13 +99,9 @@ def _windows(count: int, size: int) -> Iterator[range]:
         yield range(start, min(start + size, count))
 
 
-def _rows(states_LTH: npt.NDArray[Any], j: int) -> npt.NDArray[Any]:
-    return states_LTH[:, j * CHUNK_TOKENS : (j + 1) * CHUNK_TOKENS]
-
-
 def _pad(rows_LtH: npt.NDArray[Any], spec: StateSpec, num_tokens: int) -> npt.NDArray[Any]:
     """A chunk of the grid, contiguous; padded with the fill value where the sample ends inside it."""
-    width = min(num_tokens, CHUNK_TOKENS)
+    width = min(num_tokens, spec.chunk_tokens)
     if rows_LtH.shape[1] == width:
         return np.ascontiguousarray(rows_LtH)
     padded = np.full(spec.shape(width), spec.fill_value, dtype=spec.stored_dtype)
@@ -109,7 +109,7 @@ def _pad(rows_LtH: npt.NDArray[Any], spec: StateSpec, num_tokens: int) -> npt.ND
     return padded
 
 
-def write_file(path: Path, *parts: bytes) -> tuple[int, int]:
+def write_file(path: str, *parts: bytes) -> tuple[int, int]:
     """Write a file; returns its bytes and crc32c. Large ones are flushed to the disk before this returns."""
     crc = 0
     for part in parts:

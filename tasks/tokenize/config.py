@@ -7,6 +7,19 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Name = Annotated[str, Field(min_length=1)]
 
+# What the validators below say, for those who check values against the JSON schema before they arrive here.
+_HAS_PATH: dict[str, Any] = {"properties": {"path": {"type": "string"}}, "required": ["path"]}
+ONE_PLACE: dict[str, Any] = {
+    "if": _HAS_PATH,
+    "then": {"properties": {"dataset": {"type": "null"}}},
+    "else": {"properties": {"dataset": {"type": "string"}}, "required": ["dataset"]},
+}
+PATH_OR_SOURCES: dict[str, Any] = {
+    "if": _HAS_PATH,
+    "then": {"properties": {"sources": {"maxItems": 0}}},
+    "else": {"properties": {"sources": {"minItems": 1}}, "required": ["sources"]},
+}
+
 
 class Columns(BaseModel):
     """Names of a row's fields, for data that uses other names than ``messages``/``role``/``content`` or ShareGPT's."""
@@ -27,9 +40,7 @@ class Columns(BaseModel):
 class Source(BaseModel):
     """One file, or one Hugging Face data set."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, json_schema_extra={"oneOf": [{"required": ["path"]}, {"required": ["dataset"]}]}
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra=ONE_PLACE)
 
     path: Path | None = Field(
         default=None,
@@ -41,7 +52,7 @@ class Source(BaseModel):
     )
     config: Name | None = Field(default=None, description="Configuration (subset) of the data set.")
     revision: Name | None = Field(default=None, description="Branch, tag or commit of a data set on the hub.")
-    split: Name = Field(default="train", description="Split of the data set.")
+    split: Name | None = Field(default=None, description="Split of the data set; `train` when absent.")
     columns: Columns = Field(default_factory=Columns)
     weight: Annotated[float, Field(gt=0, le=1e6)] = Field(
         default=1.0, description="Share of the rows to draw from this source, against the other sources' weights."
@@ -54,7 +65,7 @@ class Source(BaseModel):
     def _one_place(self) -> Self:
         if (self.path is None) == (self.dataset is None):
             raise ValueError("a source needs either `path` or `dataset`")
-        if self.path is not None and not {"config", "revision", "split"}.isdisjoint(self.model_fields_set):
+        if self.path is not None and any((self.config, self.revision, self.split)):
             raise ValueError("`config`, `revision` and `split` belong to a `dataset`, not to a `path`")
         return self
 
@@ -62,9 +73,7 @@ class Source(BaseModel):
 class Data(BaseModel):
     """Where the conversations come from, how they become tokens, and what to do with rows that are wrong."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, json_schema_extra={"oneOf": [{"required": ["path"]}, {"required": ["sources"]}]}
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra=PATH_OR_SOURCES)
 
     path: Path | None = Field(
         default=None,

@@ -4,19 +4,18 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tasks.tokenize.config import Data
 from tasks.tokenize.errors import BadRow
-from tasks.tokenize.mask import Masker, Method, Span
+from tasks.tokenize.mask import Masker, Span
+from tasks.tokenize.report import How, Method
 from tasks.tokenize.rows import Conversation, Item, Message, PlainText, Tokens
 from tasks.tokenize.template import MARKS, ChatTemplate, missing_turn
 from tasks.tokenize.tokenizer import Piece, TextTokenizer
-
-How = Literal[Method, "text", "given"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +28,6 @@ class Encoded:
     loss_mask: npt.NDArray[np.bool_]
     """[T]"""
     how: How
-    """How the mask came about: a method, or ``text`` (all tokens) or ``given``."""
     counts: Mapping[str, int] = field(default_factory=dict)
     """Turns by role, tool calls, and what is worth a note."""
 
@@ -71,9 +69,8 @@ class RowEncoder:
             TokenizerError: there is no chat template.
         """
         if self._masker is None:
-            self.template.source(False)
-            self.tokenizer.check_control(self.template.source(False))
-            self._masker = Masker(self.tokenizer, self.template)
+            self.tokenizer.check_control(self.template.source(False), self.template.probe())
+            self._masker = Masker(self.tokenizer, self.template, forgeable=self._parse_special)
         return self._masker
 
     def encode(self, items: Sequence[Item | BadRow]) -> list[Encoded | BadRow]:
@@ -117,23 +114,22 @@ class RowEncoder:
             mark = _unused_mark([messages, tools])
             messages, tools = self._escaped(messages, mark), self._escaped(tools, mark)
             counts["control_tokens_as_text"] = 1
-        masker, how = self.masker, "markers"
+        masker = self.masker
+        how: Method = "markers"
         text, spans = masker.marked(messages, tools)
         if not text:
             raise BadRow("template", "the chat template renders the conversation as nothing")
+        if mark and f"\\u{ord(mark):04x}" in text.lower():
+            raise BadRow("template", "the chat template writes the text's control tokens in an encoding of its own")
         missing = missing_turn(messages, text)
         if missing:
             raise BadRow("turn-left-out", f"the chat template leaves out {missing}")
         if not spans:
-            found = masker.by_prefixes(text, messages, tools)
-            how = "prefixes"
-            if found is None:
-                found, how = masker.by_family(text, messages), "family"
-            spans = found
+            spans, how = masker.spans(text, messages, tools)
         counts["reasoning_left_out"] = sum(
             1 for m in messages if m.get("reasoning_content") and m["reasoning_content"].strip() not in text
         )
-        return _Rendered(item, messages, text, spans, how, mark, self.tokenizer.split(text, mark), counts)  # type: ignore[arg-type]
+        return _Rendered(item, messages, text, spans, how, mark, self.tokenizer.split(text, mark), counts)
 
     def _escaped(self, value: Any, mark: str) -> Any:
         if isinstance(value, str):
@@ -203,7 +199,7 @@ class RowEncoder:
         """Index of the first token at or after each end of a span.
 
         A character inside a piece must be where a token ends; if ``exact``, None is the answer when it is not,
-        else the token that reaches across it counts to what is before.
+        else the token that reaches across it counts to what is before, and the report counts it.
         """
         bounds = {p.start: starts[i] for i, p in enumerate(rendered.pieces)}
         bounds[len(rendered.text)] = starts[-1]
@@ -215,6 +211,7 @@ class RowEncoder:
             if common < len(prefix):
                 if exact:
                     return None
+                rendered.counts["ends_inside_a_token"] += 1
                 length = len(_up_to(rendered, piece, at))
                 common += 1
                 while common < len(whole) and len(self.tokenizer.encoder.decode(whole[:common])) < length:

@@ -9,22 +9,32 @@ Three methods, in this order:
 3. ``family``: the control tokens that open and close an assistant's turn in a known family of templates.
 
 All three give stretches [start, end) of the rendered text, which :func:`tidied` then trims alike.
+
+Rendering every prefix takes time quadratic in the number of turns. It is done once for each shape of conversation
+(see :meth:`Masker._shape`): where the family's rule finds the same stretches, it stands in for the prefixes of later
+conversations of that shape.
 """
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from tasks.tokenize.errors import BadRow
+from tasks.tokenize.report import Method
 from tasks.tokenize.rows import Message
 from tasks.tokenize.template import PROBE, ChatTemplate
 from tasks.tokenize.tokenizer import TextTokenizer
 
-Method = Literal["markers", "prefixes", "family"]
 Span = tuple[int, int]
+Shape = tuple[bool, tuple[tuple[Any, ...], ...]]
+
+MAX_SHAPES = 10_000
 
 EMPTY_REASONING = re.compile(r"\s*<think>\s*</think>\s*")
+OPEN_REASONING = re.compile(r"<think>\s*\Z")
+NO_REASONING = re.compile(r"\s*</think>\s*")
 
 
 @dataclass(frozen=True)
@@ -112,10 +122,61 @@ def find_rule(tokenizer: TextTokenizer, template: ChatTemplate) -> tuple[Rule | 
 class Masker:
     """Finds the supervised stretches of conversations rendered by one template."""
 
-    def __init__(self, tokenizer: TextTokenizer, template: ChatTemplate) -> None:
+    def __init__(self, tokenizer: TextTokenizer, template: ChatTemplate, forgeable: bool = False) -> None:
+        """``forgeable``: the data's text may hold control tokens, so that those of a family prove nothing."""
         self._tokenizer = tokenizer
         self._template = template
+        self._forgeable = forgeable
         self.rule, self._no_rule = find_rule(tokenizer, template)
+        self._methods: dict[Shape, Method] = {}
+
+    def spans(
+        self, text: str, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
+    ) -> tuple[list[Span], Method]:
+        """Stretches by the first method without markers that applies.
+
+        Raises:
+            BadRow: none does.
+        """
+        shape = None if self.rule is None or self._forgeable else self._shape(messages, tools is not None)
+        method = None if shape is None else self._methods.get(shape)
+        if method is not None:
+            with suppress(BadRow):
+                return self.by_family(text, messages), method
+        found = self.by_prefixes(text, messages, tools)
+        if found is None:
+            by_rule, method = self.by_family(text, messages), "family"
+            found = by_rule
+        else:
+            method = "prefixes"
+            try:
+                by_rule = [] if shape is None else self.by_family(text, messages)
+            except BadRow:
+                by_rule = []
+        if shape is not None and by_rule == found:
+            if len(self._methods) >= MAX_SHAPES:
+                self._methods.clear()
+            self._methods[shape] = method
+        return found, method
+
+    def _shape(self, messages: Sequence[Message], tools: bool) -> Shape:
+        """All that a template is expected to decide by: whose turn, what it has, and tags in its text.
+
+        Of a group of turns that starts with the user's and comes again and again, three count.
+        """
+        groups: list[tuple[Any, ...]] = []
+        for message in messages:
+            content = message["content"] or ""
+            parts = [content] if isinstance(content, str) else [p["text"] for p in content]
+            tags = {tag for part in parts if "<" in part for tag in self._tokenizer.tags(part)}
+            calls = len(message.get("tool_calls", ()))
+            fields = tuple(k for k, v in message.items() if v)
+            turn = (message["role"], fields, len(parts), min(calls, 3), frozenset(tags))
+            if message["role"] == "user" or not groups:
+                groups.append(())
+            groups[-1] += (turn,)
+        kept = [g for i, g in enumerate(groups) if i < 3 or groups[i - 3 : i] != [g] * 3]
+        return tools, tuple(kept)
 
     def marked(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> tuple[str, list[Span]]:
         """The rendered text, and the supervised stretches if the template marks them."""
@@ -173,14 +234,13 @@ def tidied(text: str, span: Span, tokenizer: TextTokenizer, ends_with_turn: bool
     token is taken in if it comes next.
     """
     start, end = span
-    empty = EMPTY_REASONING.match(text, start, end)
+    opened = OPEN_REASONING.search(text, max(0, start - 16), start)  # by the generation prompt
+    empty = (NO_REASONING if opened else EMPTY_REASONING).match(text, start, end)
     if empty:
         start = empty.end()
     if not ends_with_turn:
         for content, token in tokenizer.added.items():
             if token in tokenizer.end_ids and text.startswith(content, end):
                 return start, end + len(content)
-    stripped = len(text[start:end].rstrip())
-    if any(text.startswith(t, start + stripped - len(t)) for t in tokenizer.control if len(t) <= stripped):
-        end = start + stripped
-    return start, end
+    turn = text[start:end].rstrip()
+    return (start, start + len(turn)) if turn.endswith(tokenizer.control_strings) else (start, end)

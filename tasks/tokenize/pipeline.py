@@ -3,12 +3,10 @@
 import os
 import time
 from array import array
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
-from multiprocessing import get_context
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,52 +14,20 @@ import numpy as np
 from tasks.model import Checkpoint
 from tasks.samples import Sample, SampleTableWriter
 from tasks.tokenize.config import Columns, Data
-from tasks.tokenize.encode import Encoded, How, RowEncoder
+from tasks.tokenize.encode import Encoded, RowEncoder
 from tasks.tokenize.errors import BadRow, BadRowError, Problem
+from tasks.tokenize.report import MAX_PROBLEMS, How, TokenizeReport
 from tasks.tokenize.rows import Item, decode, parse
 from tasks.tokenize.sources import MAX_LINE_BYTES, Row, rows
+from tasks.tokenize.workers import map_in_processes
 from tasks.vocabulary import Identity
 
 BATCH_ROWS = 64
 BATCH_BYTES = 2**20
 POOL_FROM_BATCHES = 8  # smaller inputs are done before another process has started
-MAX_PROBLEMS = 100
 
 Progress = Callable[[int, int], None]
 """Called with the rows read and the tokens kept so far."""
-
-
-@dataclass
-class TokenizeReport:
-    """What became of the rows."""
-
-    read: int = 0
-    kept: int = 0
-    """Samples in the table."""
-    skipped: dict[str, int] = field(default_factory=dict)
-    """Rows without a sample, by reason."""
-    truncated: int = 0
-    split: int = 0
-    """Rows that became several samples."""
-    tokens: int = 0
-    supervised_tokens: int = 0
-    duplicates: int = 0
-    """Samples with the same key as an earlier one."""
-    ids_used_twice: int = 0
-    """Source ids that stand for samples of different content."""
-    methods: dict[How, int] = field(default_factory=dict)
-    """Samples by how their loss mask came about."""
-    counts: dict[str, int] = field(default_factory=dict)
-    """Turns by role and tool calls in the table, and conversations with something worth a note."""
-    by_source: list[int] = field(default_factory=list)
-    """Rows read from each source."""
-    problems: list[Problem] = field(default_factory=list)
-    """The first rows without a sample, at most :data:`MAX_PROBLEMS`."""
-    seconds: float = 0.0
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True)
@@ -77,6 +43,10 @@ class Job:
 
     def encoder(self) -> RowEncoder:
         return RowEncoder(self.directory, self.vocab_size, self.data, self.trust_remote_code)
+
+    def processor(self) -> "Callable[[list[Row]], list[Outcome]]":
+        """What turns a batch of rows into outcomes; each process makes its own."""
+        return partial(process, self, self.encoder())
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,8 +84,8 @@ def tokenize(
     job = Job(checkpoint.path, checkpoint.vocab_size, checkpoint.trust_remote_code, data, identity, max_model_len - 1)
     report = TokenizeReport(by_source=[0] * len(data.all_sources))
     seen = _Seen()
-    partial = out.with_name(out.name + ".partial")
-    with SampleTableWriter(partial) as table, closing(outcomes(job)) as stream:
+    unfinished = out.with_name(out.name + ".partial")
+    with SampleTableWriter(unfinished) as table, closing(outcomes(job, out.parent)) as stream:
         for outcome in stream:
             _add(report, outcome)
             if outcome.problem and data.on_error == "fail":
@@ -125,7 +95,7 @@ def tokenize(
                 seen.add(sample)
             if on_progress:
                 on_progress(report.read, report.tokens)
-    partial.replace(out)
+    unfinished.replace(out)
     report.duplicates, report.ids_used_twice = seen.duplicates(), seen.ids_used_twice()
     report.seconds = time.monotonic() - started
     return report
@@ -172,20 +142,24 @@ class _Seen:
         return int((uses > 1).sum())
 
 
-def outcomes(job: Job) -> Generator[Outcome, None, None]:
-    """What becomes of each row of the sources, in their order; see :func:`tokenize` for errors."""
-    batches = _batches(rows(job.data))
+def outcomes(job: Job, scratch: Path) -> Generator[Outcome, None, None]:
+    """What becomes of each row of the sources, in their order; see :func:`tokenize` for errors.
+
+    ``scratch``: a directory for temporary files.
+    """
+    batches = _batches(rows(job.data, scratch))
     head: list[list[Row]] = []
-    processes = job.data.processes or os.cpu_count() or 1
+    processes = job.data.processes or len(os.sched_getaffinity(0))
     if processes > 1:
         for batch in batches:
             head.append(batch)
             if len(head) == POOL_FROM_BATCHES:
-                yield from _in_parallel(job, processes, _chain(head, batches))
+                for results in map_in_processes(job.processor, _chain(head, batches), processes):
+                    yield from results
                 return
-    encoder = job.encoder()
+    processor = job.processor()
     for batch in _chain(head, batches):
-        yield from process(job, encoder, batch)
+        yield from processor(batch)
 
 
 def _chain(head: Sequence[list[Row]], rest: Iterator[list[Row]]) -> Iterator[list[Row]]:
@@ -204,41 +178,6 @@ def _batches(stream: Iterator[Row]) -> Iterator[list[Row]]:
             batch, size = [], 0
     if batch:
         yield batch
-
-
-_worker: tuple[Job, RowEncoder] | None = None
-
-
-def _start_worker(job: Job) -> None:
-    global _worker
-    _worker = job, job.encoder()
-
-
-def _process_in_worker(batch: list[Row]) -> list[Outcome]:
-    assert _worker is not None
-    return process(*_worker, batch)
-
-
-def _in_parallel(job: Job, processes: int, batches: Iterator[list[Row]]) -> Iterator[Outcome]:
-    """Spread batches over processes, with a bounded number under way."""
-    job.encoder()  # what is wrong with the tokenizer is said here, not by a broken pool
-    before = os.environ.get("TOKENIZERS_PARALLELISM")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread in each process
-    pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_start_worker, initargs=(job,))
-    under_way: deque[Future[list[Outcome]]] = deque()
-    try:
-        for batch in batches:
-            under_way.append(pool.submit(_process_in_worker, batch))
-            if len(under_way) >= 2 * processes + 2:
-                yield from under_way.popleft().result()
-        while under_way:
-            yield from under_way.popleft().result()
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-        if before is None:
-            del os.environ["TOKENIZERS_PARALLELISM"]
-        else:
-            os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
 def process(job: Job, encoder: RowEncoder, batch: Sequence[Row]) -> list[Outcome]:

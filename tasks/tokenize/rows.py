@@ -154,6 +154,8 @@ def _tokens(item_id: str, row: Mapping[str, Any]) -> Tokens:
 
 def _unpacked(value: Any) -> Any:
     """Lists that a column format without nested types keeps as JSON text."""
+    if isinstance(value, str) and value.strip() in ("", "null"):
+        return None
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             return json.loads(value)

@@ -9,7 +9,8 @@ from tasks.model import Checkpoint
 from tasks.report.log import logger
 from tasks.samples import SampleTable
 from tasks.tokenize.config import Data
-from tasks.tokenize.pipeline import TokenizeReport, tokenize
+from tasks.tokenize.pipeline import tokenize
+from tasks.tokenize.report import TokenizeReport
 from tasks.vocabulary import Identity
 
 LOGGED_PROBLEMS = 20

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import product
@@ -69,7 +70,8 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._custom = custom
         today = datetime.fromisoformat(date)
-        self._variables = {"strftime_now": today.strftime, **variables}
+        self._variables = {**tokenizer.special_tokens_map, "strftime_now": today.strftime, **variables}
+        self._sources: dict[bool, str] = {}
         self.form = self._find_form()
 
     def source(self, tools: bool) -> str:
@@ -79,7 +81,9 @@ class ChatTemplate:
             TokenizerError: the tokenizer has none.
         """
         try:
-            return str(self._tokenizer.get_chat_template(None, [PROBE_TOOL] if tools else None))
+            if tools not in self._sources:
+                self._sources[tools] = str(self._tokenizer.get_chat_template(None, [PROBE_TOOL] if tools else None))
+            return self._sources[tools]
         except ValueError as e:
             raise TokenizerError(
                 "the checkpoint has no chat template, which data of messages needs: add chat_template.jinja to it, "
@@ -139,7 +143,7 @@ class ChatTemplate:
                 chat_template=self.source(tools is not None),
                 return_assistant_tokens_mask=marked,
                 add_generation_prompt=add_generation_prompt,
-                **{**self._tokenizer.special_tokens_map, **self._variables},
+                **self._variables,
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as e:
             raise BadRow("template", f"the chat template refuses the conversation: {e}") from None
@@ -162,6 +166,14 @@ class ChatTemplate:
                     {**c, "function": {**c["function"], "arguments": _json(c["function"]["arguments"])}} for c in calls
                 ]
         return changed
+
+    def probe(self) -> str:
+        """What the template makes of conversations with and without tools, as far as it takes them."""
+        text = ""
+        for messages, tools in ((PROBE, None), (TOOL_PROBE, [PROBE_TOOL])):
+            with suppress(BadRow):
+                text += self.render(self.prepared(messages), tools)
+        return text
 
     def _find_form(self) -> Form:
         """Try which form the template takes, on conversations of which every part must come out."""

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tokenizers import Tokenizer, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from tasks.tokenize.errors import TokenizerError
 
 CACHE_CHARS = 16 * 2**20
 CACHE_ENTRY_CHARS = 2**17
 
+CONTROL_IN_TEXT = re.compile(r"<\|[^\s|<>]{1,60}\|>|<｜[^\s｜<>]{1,60}｜>")
 CONTROL = re.compile(r"<[|｜].*[|｜]>|\[(BOS|EOS|PAD|UNK|INST|/INST)\]", re.DOTALL)
 
 #: Texts on which splitting at added tokens must give the same ids as the tokenizer itself.
@@ -111,6 +112,7 @@ class TextTokenizer:
         special = {str(t) for t in self.hf.added_tokens_decoder.values() if t.special}
         self.control: frozenset[str] = frozenset(t for t in added if t in special or CONTROL.fullmatch(t))
         """Added tokens that structure a conversation and that no text should be able to forge."""
+        self.control_strings = tuple(self.control)
         self.bos: str | None = self.hf.bos_token
         self.end_ids = frozenset(_end_ids(directory, self.hf))
         """Ids at which the model's generation ends."""
@@ -119,14 +121,22 @@ class TextTokenizer:
         self._control_pattern = re.compile(
             "|".join(map(re.escape, sorted(self.control, key=len, reverse=True))) or r"(?!)"
         )
+        tags = sorted(set(added) - self.control, key=len, reverse=True)
+        self._tag_pattern = re.compile("|".join(map(re.escape, tags)) or r"(?!)")
         self._cache: dict[tuple[str, bool], list[int]] = {}
         self._cached_chars = 0
         self._adds_bos = _adds_bos(directory, self.hf)
+        declared = _json(directory / "tokenizer_config.json").get("added_tokens_decoder") or {}
+        self._declared = {str(t["content"]): int(i) for i, t in declared.items()}
         self._self_test()
 
     def holds_control(self, text: str) -> bool:
         """Whether the text holds the string of a control token."""
         return self._control_pattern.search(text) is not None
+
+    def tags(self, text: str) -> list[str]:
+        """Added tokens in the text that are no control tokens, such as ``<think>``."""
+        return self._tag_pattern.findall(text)
 
     def escape(self, text: str, mark: str) -> str:
         """Put ``mark`` into each control token of the text, so that it is none any more."""
@@ -170,6 +180,11 @@ class TextTokenizer:
             self._cached_chars -= len(oldest[0])
             del self._cache[oldest]
 
+    def forget(self) -> None:
+        """Empty the cache."""
+        self._cache.clear()
+        self._cached_chars = 0
+
     def encode(self, text: str, first: bool) -> list[int]:
         """Ids of ordinary text."""
         key = (text, first)
@@ -201,19 +216,28 @@ class TextTokenizer:
                     f"gives {expected}, its pieces give {self.ids(text)}"
                 )
 
-    def check_control(self, template: str) -> None:
-        """Assert that each added token a chat template writes, and each end token, is one id both ways.
+    def check_control(self, template: str, rendered: str) -> None:
+        """Assert that the control tokens of the chat template are tokens of this tokenizer, one id each, both ways.
+
+        ``rendered``: what the template makes of some conversation.
 
         Raises:
-            TokenizerError: one is not; the tokenizer's files contradict each other.
+            TokenizerError: one is not, or the tokenizer's files contradict each other.
         """
+        for found in CONTROL_IN_TEXT.finditer(rendered):
+            if found[0] not in self.added:
+                raise TokenizerError(
+                    f"the chat template writes {found[0]!r}, which is no token of the tokenizer; they do not belong "
+                    "together"
+                )
         named = {t: i for t, i in self.added.items() if t in template or i in self.end_ids}
         for content, token in named.items():
-            decoded, encoded = self.encoder.decode([token]), list(self._reference(content))
-            if decoded != content or encoded != [token]:
+            declared = self._declared.get(content, token)
+            decoded, encoded = self.encoder.decode([token]), self._reference(content)
+            if declared != token or decoded != content or encoded != [token]:
                 raise TokenizerError(
-                    f"{content!r} is token {token} by the tokenizer's files, but {token} decodes to {decoded!r} and "
-                    f"{content!r} encodes to {encoded}"
+                    f"{content!r} is token {declared} by tokenizer_config.json and {token} in the tokenizer, where "
+                    f"{token} decodes to {decoded!r} and {content!r} encodes to {encoded}"
                 )
 
     def _reference(self, text: str) -> list[int]:
@@ -245,6 +269,8 @@ def load(directory: Path, trust_remote_code: bool) -> tuple[Any, bool]:
             f"the tokenizer in {directory} is Python code that the checkpoint ships ({custom}); "
             "set `model.trust_remote_code: true` if you trust it"
         )
+    from transformers import AutoTokenizer  # imports torch, which takes seconds in each process
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             str(directory), trust_remote_code=trust_remote_code, local_files_only=True

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tasks.digest import row_digests, sample_digest
 from tasks.extract.assemble import Assembler, Sample, summarize
+from tasks.extract.memory import HostMemory
 
 L, H = 2, 4
 HERE = Path()
@@ -19,8 +20,8 @@ def states(num_rows: int, seed: int) -> torch.Tensor:
 
 
 def assembler(done: list[Sample], **changes: object) -> Assembler:
-    settings = {"num_depths": L, "hidden_size": H, "dtype": torch.float32, "keep_states": True} | changes
-    return Assembler(**settings, on_complete=done.append)  # type: ignore[arg-type]
+    settings = {"num_depths": L, "hidden_size": H, "dtype": torch.float32} | changes
+    return Assembler(**{"keeps": lambda key: True} | settings, on_complete=done.append, take=HostMemory(1 << 20).take)  # type: ignore[arg-type]
 
 
 def feed(to: Assembler, key: str, start: int, rows_LNH: torch.Tensor, ids: range) -> None:
@@ -111,7 +112,7 @@ def test_unwritten_rows_are_poison() -> None:
 
 def test_a_rank_that_only_digests_keeps_no_states() -> None:
     done: list[Sample] = []
-    to = assembler(done, keep_states=False)
+    to = assembler(done, keeps=lambda key: False)
     to.expect("k", 3, HERE)
     rows = states(3, 1)
     to.add("k", 0, (), summarize(tuple(rows), torch.arange(3)), slice(0, 3))

@@ -15,11 +15,11 @@ import torch
 from tasks.extract.checks import check
 from tasks.extract.config import Engine
 from tasks.extract.engine import CaptureEngine, EngineSpec, Job
-from tasks.extract.task import STAGE
 from tasks.layers import Layers
 from tasks.model import Checkpoint, read
 from tasks.store import StagedSample, Store
 from tasks.store import open as open_store
+from tasks.store.stage import STAGE
 from tasks.verify.config import Audit
 from tasks.verify.judge import Case, judge
 from tasks.verify.reference import residual_states
@@ -104,8 +104,12 @@ def captured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def relative(a_TH: torch.Tensor, b_TH: torch.Tensor) -> float:
-    """Largest relative error of a row, in the Euclidean norm."""
-    return float(((a_TH - b_TH).norm(dim=1) / b_TH.norm(dim=1)).max())
+    """Relative error of a sample's states at one depth, in the Euclidean norm.
+
+    Of the whole sample, since single rows are ill-conditioned in a trained model: Hugging Face's own float32 and
+    float64 differ by up to 2e-4 in a row of SmolLM2, by less than 3e-5 in a sample.
+    """
+    return float((a_TH - b_TH).norm() / b_TH.norm())
 
 
 def test_every_depth_is_its_own_and_no_neighbour(captured: Captured) -> None:

@@ -82,7 +82,7 @@ def visible(url: str, expected: dict[str, Made], outcome: Outcome) -> set[str]:
             continue
         found.add(key)
         try:
-            record = load_record(backend, key, IDENTITY.digest)
+            record = load_record(backend, key, IDENTITY)
             for _ in checked_files(backend, record):
                 pass
             states = tasks.store.open(url).read(key).states_LTH

@@ -52,7 +52,7 @@ def s3_server(directory: Path) -> Iterator[dict[str, str]]:
         [
             program, "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={directory}", "-s3", f"-s3.port={s3}",
             f"-s3.config={directory / 's3.json'}", f"-master.port={master}", f"-volume.port={volume}",
-            f"-filer.port={filer}", "-volume.max=8", "-master.volumeSizeLimitMB=1024",
+            f"-filer.port={filer}", "-volume.max=8", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.volumeSizeLimitMB=1024",
         ],
         stdout=log,
         stderr=subprocess.STDOUT,
@@ -64,7 +64,7 @@ def s3_server(directory: Path) -> Iterator[dict[str, str]]:
         "AWS_REGION": "us-east-1",
     }
     try:
-        _create_bucket(environment)
+        _create_bucket(environment, server)
         yield environment
     finally:
         server.kill()
@@ -72,16 +72,16 @@ def s3_server(directory: Path) -> Iterator[dict[str, str]]:
         log.close()
 
 
-def _create_bucket(environment: dict[str, str]) -> None:
-    deadline = time.monotonic() + 60
+def _create_bucket(environment: dict[str, str], server: "subprocess.Popen[bytes]") -> None:
+    deadline = time.monotonic() + 180
     while True:
         try:
             urllib.request.urlopen(environment["AWS_ENDPOINT_URL"], timeout=2).close()
         except urllib.error.HTTPError as answer:
             answer.close()
         except OSError:
-            if time.monotonic() > deadline:
-                raise
+            if server.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"SeaweedFS did not start, see {server.args}") from None
             time.sleep(0.2)
             continue
         break

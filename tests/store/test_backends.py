@@ -26,7 +26,7 @@ def some(*lengths: int) -> list[Made]:
 
 
 def test_a_run_and_a_rerun(url: str) -> None:
-    samples = some(5, 300, 7)
+    samples = some(5, 600, 7)
     with Store.open(url, identity(), run="first") as store:
         assert store.missing(planned(samples)) == [s.key for s in samples]
         fill(store, samples)
@@ -46,7 +46,7 @@ def test_a_run_and_a_rerun(url: str) -> None:
 
 @pytest.mark.parametrize("damage", ["short", "gone", "no record"])
 def test_a_damaged_sample_is_extracted_again(url: str, damage: str) -> None:
-    samples = some(5, 300, 7)
+    samples = some(5, 600, 7)
     with Store.open(url, identity()) as store:
         fill(store, samples)
         directory = sample_path(samples[1].key)
@@ -133,7 +133,7 @@ def test_a_torn_manifest_line_costs_nothing_but_a_repair(url: str) -> None:
 
 
 def test_repair_rebuilds_everything_from_the_samples(url: str) -> None:
-    samples = some(5, 300, 7)
+    samples = some(5, 600, 7)
     shared = samples[0]
     with Store.open(url, identity()) as store:
         fill(store, samples[1:])
@@ -156,7 +156,7 @@ def test_repair_rebuilds_everything_from_the_samples(url: str) -> None:
 
 
 def test_gc_removes_what_no_reader_looks_at(url: str) -> None:
-    samples = some(5, 300, 7)
+    samples = some(5, 600, 7)
     with Store.open(url, identity()) as store:
         fill(store, samples)
         half = samples[0].key[:2] + "0" * 62
@@ -196,7 +196,7 @@ def test_verify_continues_where_it_was_interrupted(url: str, tmp_path: Path) -> 
 def test_an_upload_that_fails_leaves_nothing_visible(
     memory: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url, samples = memory(), some(5, 300, 7)
+    url, samples = memory(), some(5, 600, 7)
     with Store.open(url, identity()) as store:
         put, calls = store.backend.put, 0
 
@@ -304,3 +304,16 @@ def test_files_of_a_backend(url: str) -> None:
         assert backend.sizes("a") == {"b/c": 2, "d": 1}
         backend.remove("a")
         assert backend.sizes("a") == {}
+
+
+def test_very_many_samples_in_an_object_store_are_looked_up_by_name(
+    memory: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = some(*range(1, 9))
+    monkeypatch.setattr(object_store, "_IN_FULL", 7)
+    with Store.open(memory(), identity()) as store:
+        fill(store, samples)
+        store.backend.remove(sample_path(samples[3].key))
+        store.backend.remove(f"{sample_path(samples[5].key)}/input_ids/c.0")
+        assert store.missing(planned(samples)) == [samples[3].key]
+        assert store.missing(planned(samples[5:])) == [samples[5].key]

@@ -13,7 +13,7 @@ from tasks.store.layout import sample_path
 from tasks.store.maintenance import verify
 from tests.store.samples import fill, identity, make
 
-LENGTHS = (1, 5, 258)
+LENGTHS = (1, 5, 514)
 SMALL = {"hidden_size": 4, "depths": (1, 2), "layer_ids": (0, 1)}
 
 

@@ -10,12 +10,13 @@ import zarr
 from zarr.storage import MemoryStore
 
 from tasks.store import Store, layout
-from tasks.store.layout import CHUNK_TOKENS, StateSpec
+from tasks.store.layout import StateSpec
+from tasks.store.stage import stage_states
 from tests.store.samples import fill, identity, make
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3"])
-@pytest.mark.parametrize("num_tokens", [1, 7, CHUNK_TOKENS - 1, CHUNK_TOKENS, CHUNK_TOKENS + 1, 1000, 32768])
+@pytest.mark.parametrize("num_tokens", [1, 7, 227, 228, 229, 1000, 32768])
 def test_metadata_is_byte_for_byte_what_stock_zarr_writes(dtype: str, num_tokens: int) -> None:
     spec = StateSpec(4, 576, "bfloat16", dtype) if dtype == "float8_e4m3" else StateSpec(4, 576, dtype)
     attributes = {"layout": 1, "sources": ['é "quoted"', '{"ANY": 1}'], "objects": {"a": [1, 2]}}
@@ -26,21 +27,21 @@ def test_metadata_is_byte_for_byte_what_stock_zarr_writes(dtype: str, num_tokens
         group = zarr.create_group(
             MemoryStore(files), attributes={**attributes, "crc32c": json.loads(record)["attributes"]["crc32c"]}
         )
-        layout.create_arrays(group, spec, num_tokens, min(num_tokens, CHUNK_TOKENS))
+        layout.create_arrays(group, spec, num_tokens, min(num_tokens, spec.chunk_tokens))
         zarr.consolidate_metadata(group.store)
     stock = {path: buffer.to_bytes() for path, buffer in files.items()}
     ours = {f"{n}/zarr.json": spec.templates.array(n, num_tokens) for n in spec.templates.arrays}
     assert {**ours, "zarr.json": record} == stock
 
 
-@pytest.mark.parametrize("num_tokens", [5, CHUNK_TOKENS, 2 * CHUNK_TOKENS + 3])
+@pytest.mark.parametrize("num_tokens", [5, 512, 1027])
 def test_files_are_byte_for_byte_what_stock_zarr_writes(store: Store, num_tokens: int) -> None:
     sample = make(store.identity, num_tokens)
     fill(store, [sample])
     files: dict[str, Any] = {}
     with zarr.config.set({"json_indent": None, "array.write_empty_chunks": True}):
         group = zarr.create_group(MemoryStore(files))
-        layout.create_arrays(group, store.spec, num_tokens, min(num_tokens, CHUNK_TOKENS))
+        layout.create_arrays(group, store.spec, num_tokens, min(num_tokens, store.spec.chunk_tokens))
         group["hidden_states"][:] = sample.states
         group["input_ids"][:] = sample.input_ids
         group["loss_mask"][:] = sample.loss_mask
@@ -51,11 +52,22 @@ def test_files_are_byte_for_byte_what_stock_zarr_writes(store: Store, num_tokens
 
 
 def test_equal_prefixes_give_equal_chunks(store: Store) -> None:
-    long = make(store.identity, 3 * CHUNK_TOKENS)
-    spec = store.spec
-    assert spec.encode(np.ascontiguousarray(long.states[:, :CHUNK_TOKENS])) == spec.encode(
-        np.ascontiguousarray(long.states[:, : 2 * CHUNK_TOKENS][:, :CHUNK_TOKENS])
-    )
+    long = make(store.identity, 1536)
+    objects = [
+        stage_states(store.staging(), key * 64, store.spec, long.states[:, :n], long.input_ids[:n])
+        for key, n in (("a", 1536), ("b", 1030))
+    ]
+    shared = [{path: stat for path, stat in o.items() if path.startswith("hidden_states/c.")} for o in objects]
+    assert [shared[0][f"hidden_states/c.0.{j}.0"] == shared[1][f"hidden_states/c.0.{j}.0"] for j in range(3)] == [
+        True,
+        True,
+        False,
+    ]
+
+
+def test_the_grid_fills_whole_code_tables() -> None:
+    for hidden_size, tokens in ((7168, 256), (4096, 256), (2048, 256), (576, 228), (896, 293), (64, 512)):
+        assert layout.chunk_tokens(hidden_size) == tokens
 
 
 def test_stock_zarr_walks_the_whole_store_without_a_warning(store: Store) -> None:
@@ -91,9 +103,9 @@ def test_a_record_that_was_altered_anywhere_is_refused(store: Store) -> None:
     sample = make(identity(), 5)
     fill(store, [sample])
     document = store.backend.read(f"{layout.sample_path(sample.key)}/zarr.json")
-    layout.parse_record(document)
+    layout.parse_record(document, store.spec)
     for position in range(len(document)):
         altered = bytearray(document)
         altered[position] ^= 1 << (position % 8)
         with pytest.raises(ValueError, match=r"its zarr\.json"):
-            layout.parse_record(bytes(altered))
+            layout.parse_record(bytes(altered), store.spec)

@@ -23,7 +23,7 @@ from tasks.store import (
     StoreBusy,
     StoreError,
 )
-from tasks.store.layout import CHUNK_TOKENS, sample_path
+from tasks.store.layout import sample_path
 from tasks.store.stage import stage_states
 from tests.store.samples import Made, fill, identity, make, stage
 
@@ -37,7 +37,7 @@ def planned(samples: list[Made]) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("num_tokens", [1, 17, CHUNK_TOKENS, CHUNK_TOKENS + 1, 3 * CHUNK_TOKENS])
+@pytest.mark.parametrize("num_tokens", [1, 17, 512, 513, 1536])
 def test_a_sample_comes_back_bit_for_bit(tmp_path: Path, dtype: str, num_tokens: int) -> None:
     with Store.open(tmp_path, identity(dtype=dtype)) as store:
         sample = make(store.identity, num_tokens)
@@ -53,7 +53,7 @@ def test_a_sample_comes_back_bit_for_bit(tmp_path: Path, dtype: str, num_tokens:
 
 
 def test_a_subset_of_depths(store: Store) -> None:
-    sample = make(store.identity, 300)
+    sample = make(store.identity, 600)
     fill(store, [sample])
     reader = tasks.store.open(store.url)
     read = reader.read(0, depths=(15, 30))
@@ -86,10 +86,10 @@ def test_a_run_that_died_before_the_manifest_loses_nothing(tmp_path: Path) -> No
 
 
 def test_every_missing_or_short_file_makes_exactly_that_sample_missing(store: Store) -> None:
-    samples = [make(store.identity, n) for n in (5, 300, 7)]
+    samples = [make(store.identity, n) for n in (5, 600, 7)]
     fill(store, samples)
     victim = samples[1]
-    for path in store.spec.files(300):
+    for path in store.spec.files(600):
         file = directory(store, victim) / path
         content = file.read_bytes()
         file.write_bytes(content[:-1])
@@ -104,7 +104,7 @@ def test_every_missing_or_short_file_makes_exactly_that_sample_missing(store: St
 
 @pytest.mark.parametrize("damage", ["truncate", "unlink", "record"])
 def test_a_damaged_sample_is_set_aside_and_extracted_again(store: Store, damage: str) -> None:
-    sample = make(store.identity, 300)
+    sample = make(store.identity, 600)
     fill(store, [sample])
     chunk = directory(store, sample) / "hidden_states/c.0.1.0"
     if damage == "truncate":
@@ -132,7 +132,7 @@ def test_a_committed_sample_is_never_overwritten(store: Store) -> None:
 
 
 def test_staged_files_that_differ_from_the_receipt_are_refused(store: Store) -> None:
-    sample = make(store.identity, 300)
+    sample = make(store.identity, 600)
     staged = stage(store, sample)
     file = store.staging() / sample.key / "hidden_states/c.0.1.0"
     content = file.read_bytes()
@@ -145,7 +145,7 @@ def test_staged_files_that_differ_from_the_receipt_are_refused(store: Store) -> 
     objects = dict(staged.objects)
     del objects["input_ids/c.0"]
     with pytest.raises(StoreError, match="the staged files are"):
-        store.commit([StagedSample(sample.key, 300, objects, sample.loss_mask)])
+        store.commit([StagedSample(sample.key, 600, objects, sample.loss_mask)])
     assert store.missing(planned([sample])) == [sample.key]
 
 
@@ -315,7 +315,7 @@ def test_a_sample_that_is_not_there(store: Store) -> None:
 
 
 def test_the_listing(store: Store) -> None:
-    fill(store, [make(store.identity, n) for n in (5, 300)])
+    fill(store, [make(store.identity, n) for n in (5, 600)])
     first, second = tasks.store.open(store.url).listing()
     assert (first.shape, first.depths, first.sources) == ((4, 5, 32), (3, 15, 28, 30), ("chat-0",))
     files = [p for p in (Path(store.url) / sample_path(second.key)).rglob("*") if p.is_file()]

@@ -78,12 +78,14 @@ def checkpoint(directory: Path, vocab_size: int = 1000) -> Checkpoint:
         hidden_size=8,
         vocab_size=vocab_size,
         num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=None,
         config={},
     )
 
 
-def encoder(directory: Path, vocab_size: int = 10**6, **data: Any) -> RowEncoder:
-    return RowEncoder(directory, vocab_size, Data(path=Path("chats.jsonl"), **data))
+def encoder(directory: Path, vocab_size: int = 10**6, trust_remote_code: bool = False, **data: Any) -> RowEncoder:
+    return RowEncoder(directory, vocab_size, Data(path=Path("chats.jsonl"), **data), trust_remote_code)
 
 
 def encode(rows: RowEncoder, row: dict[str, Any]) -> Encoded:

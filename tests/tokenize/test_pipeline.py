@@ -12,7 +12,8 @@ import zstandard
 from tasks.samples import SampleTable
 from tasks.tokenize.config import Data
 from tasks.tokenize.errors import BadRowError, SourceError, TokenizerError
-from tasks.tokenize.pipeline import TokenizeReport, tokenize
+from tasks.tokenize.pipeline import tokenize
+from tasks.tokenize.report import TokenizeReport
 from tasks.vocabulary import Identity
 from tests.tokenize.conftest import Maker, chat, checkpoint
 

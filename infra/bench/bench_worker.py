@@ -1,0 +1,46 @@
+"""Capture workers that can be told to stand aside, so that one engine runs plain prefill and extraction in turn."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tasks.extract.capture import CaptureMixin, ask_for_depths
+from tasks.extract.witness import Witness
+
+
+class Pausing(CaptureMixin):
+    """Adds what only a benchmark needs."""
+
+    def bench_pause(self, paused: bool) -> None:
+        """Let the model run as it would without any capture, or capture again."""
+        self._open = not paused
+        ask_for_depths(self.model_runner, () if paused else self._depths)
+        self.model_runner.use_aux_hidden_state_outputs = not paused
+        if self._witness is not None:
+            if paused:
+                for hook in self._witness.hooks:
+                    hook.remove()
+            else:
+                self._witness = Witness(self.model_runner.get_model(), self._depths)
+
+    def bench_report(self) -> dict[str, Any]:
+        """Peak memory of this rank in bytes, and the seconds that the engine has waited so far."""
+        status = Path("/proc/self/status").read_text().splitlines()
+        host = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+        return {
+            "gpu_bytes": torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0,
+            "host_bytes": host,
+            "waited_for_copy": self._transfer.waited,
+            "waited_for_writers": self._writer.memory.waited,
+        }
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Cpu":
+        from vllm.v1.worker.cpu_worker import CPUWorker as Worker
+    elif name == "Gpu":
+        from vllm.v1.worker.gpu_worker import Worker
+    else:
+        raise AttributeError(name)
+    return type(name, (Pausing, Worker), {})

@@ -1,0 +1,196 @@
+"""How much the store costs beside its codec: writing, reading, small samples, DataLoader workers.
+
+``python -m infra.bench.store.speed [--place DIR] [--rounds 7]``; the place should be a disk like the one in use.
+"""
+
+import argparse
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import google_crc32c
+import numpy as np
+from numcodecs import blosc
+from torch.utils.data import DataLoader
+
+import tasks.store
+from infra.bench.store.common import alternate, bench_identity, heavy_tailed, print_machine, ratio
+from tasks.store import SourceRecord, StagedSample, Store
+from tasks.store.dataset import SampleDataset
+from tasks.store.layout import chunk_tokens
+from tasks.store.stage import stage_states
+
+SAMPLES, T, H = 8, 512, 7168
+CHUNK_TOKENS = chunk_tokens(H)
+
+
+def write(place: Path, rounds: int, threads: int) -> None:
+    identity = bench_identity(H)
+    samples = [heavy_tailed(4, T, H, seed) for seed in range(4)] * (SAMPLES // 4)
+    ids = [np.random.default_rng(i).integers(0, 1000, T, dtype=np.int32) for i in range(SAMPLES)]
+    with ThreadPoolExecutor(threads) as pool:
+
+        def encode(states: np.ndarray) -> None:
+            for start in range(0, T, CHUNK_TOKENS):
+                chunk = np.ascontiguousarray(states[:, start : start + CHUNK_TOKENS])
+                google_crc32c.value(blosc.compress(chunk, b"zstd", 1, blosc.SHUFFLE, 1 << 20, 2))
+
+        def bare() -> None:
+            list(pool.map(encode, samples))
+
+        def store() -> None:
+            url = Path(tempfile.mkdtemp(dir=place))
+            with Store.open(url, identity) as opened:
+
+                def stage(i: int) -> StagedSample:
+                    key = identity.key(ids[i])
+                    objects = stage_states(opened.staging(), key, opened.spec, samples[i], ids[i])
+                    return StagedSample(key, T, objects, np.ones(T, dtype=bool))
+
+                opened.commit(list(pool.map(stage, range(SAMPLES))))
+                opened.record()
+            removed.append(url)
+
+        removed: list[Path] = []
+        bare()
+        seconds = {"bare": [], "store": []}  # type: dict[str, list[float]]
+        for _ in range(rounds):
+            for name, taken in alternate({"bare": bare, "store": store}, 1).items():
+                seconds[name] += taken
+            while removed:
+                shutil.rmtree(removed.pop())
+    raw = SAMPLES * samples[0].nbytes / 1e6
+    print(
+        f"write, {threads} thread(s), [4, {T}, {H}]: store {raw / np.median(seconds['store']):.0f} MB/s, codec bare "
+        f"{raw / np.median(seconds['bare']):.0f} MB/s, ratio {ratio(seconds['bare'], seconds['store']):.2f} (>= 0.80)"
+    )
+
+
+def fill(url: Path, samples: int) -> None:
+    identity = bench_identity(H)
+    with Store.open(url, identity) as opened:
+        for i in range(samples):
+            ids = np.random.default_rng(i).integers(0, 1000, T, dtype=np.int32)
+            key = identity.key(ids)
+            objects = stage_states(opened.staging(), key, opened.spec, heavy_tailed(4, T, H, i % 4), ids)
+            opened.commit([StagedSample(key, T, objects, np.ones(T, dtype=bool))])
+            opened.record([SourceRecord(f"s{i}", key, np.ones(T, dtype=bool))])
+
+
+def read(place: Path, rounds: int) -> None:
+    url = Path(tempfile.mkdtemp(dir=place))
+    fill(url, SAMPLES)
+    reader = tasks.store.open(url)
+    files = [[p.read_bytes() for p in sorted(url.glob(f"samples/*/{key}/hidden_states/c.*"))] for key in reader.keys]
+
+    def bare() -> None:
+        for chunks in files:
+            for data in chunks:
+                google_crc32c.value(data)
+                blosc.decompress(memoryview(data)[:-4], np.empty((4, CHUNK_TOKENS, H), dtype=np.uint16))
+
+    def whole() -> None:
+        for key in reader.keys:
+            reader.read(key)
+
+    def one_depth() -> None:
+        for key in reader.keys:
+            reader.read(key, depths=[31])
+
+    whole()
+    seconds = alternate({"bare": bare, "whole": whole, "one depth": one_depth}, rounds)
+    raw = SAMPLES * 4 * T * H * 2 / 1e6
+    print(
+        f"read, 1 thread: whole samples {raw / np.median(seconds['whole']):.0f} MB/s, decode bare "
+        f"{raw / np.median(seconds['bare']):.0f} MB/s, ratio {ratio(seconds['bare'], seconds['whole']):.2f} (>= 0.80); "
+        f"one depth of four takes {ratio(seconds['one depth'], seconds['whole']):.2f} of the whole"
+    )
+    shutil.rmtree(url)
+
+
+def small(place: Path, rounds: int) -> None:
+    identity = bench_identity(576)
+    states, count, chunk = heavy_tailed(4, 64, 576), 600, 100
+    rates = []
+    for _ in range(rounds):
+        url = Path(tempfile.mkdtemp(dir=place))
+        with Store.open(url, identity) as opened:
+            start = time.perf_counter()
+            for first in range(0, count, chunk):
+                staged = []
+                for i in range(first, first + chunk):
+                    ids = np.arange(i, i + 64, dtype=np.int32)
+                    key = identity.key(ids)
+                    objects = stage_states(opened.staging(), key, opened.spec, states, ids)
+                    staged.append(StagedSample(key, 64, objects, np.ones(64, dtype=bool), 1, (f"s{i}",)))
+                opened.commit(staged)
+                opened.record(SourceRecord(s.sources[0], s.key, s.loss_mask) for s in staged)
+            rates.append(count / (time.perf_counter() - start))
+        shutil.rmtree(url)
+    print(f"small samples [4, 64, 576], one thread, durable: {np.median(rates):.0f} a second (>= 400)")
+
+
+def loader(place: Path, rounds: int) -> None:
+    url = Path(tempfile.mkdtemp(dir=place))
+    fill(url, 24)
+    data = SampleDataset(url)
+
+    def with_workers(workers: int) -> Callable[[], None]:
+        made = DataLoader(
+            data, batch_size=None, num_workers=workers, persistent_workers=True, multiprocessing_context="forkserver"
+        )
+
+        def epoch() -> None:
+            for _ in made:
+                pass
+
+        epoch()
+        return epoch
+
+    seconds = alternate({"one": with_workers(1), "two": with_workers(2)}, rounds)
+    raw = 24 * 4 * T * H * 2 / 1e6
+    print(
+        f"DataLoader: {raw / np.median(seconds['one']):.0f} MB/s with one worker, "
+        f"{raw / np.median(seconds['two']):.0f} with two, ratio {ratio(seconds['one'], seconds['two']):.2f} (>= 1.60)"
+    )
+    spin = alternate({"one": _spin(1), "two": _spin(2)}, rounds)
+    print(f"  two threads of bare decoding do {2 * ratio(spin['one'], spin['two']):.2f} times the work of one here")
+    shutil.rmtree(url)
+
+
+def _spin(threads: int) -> Callable[[], None]:
+    """Decode without any input or output: what a second core is worth on this machine now."""
+    data = blosc.compress(heavy_tailed(4, CHUNK_TOKENS, H), b"zstd", 1, blosc.SHUFFLE, 1 << 20, 2)
+
+    def work(_: int) -> None:
+        target = np.empty((4, CHUNK_TOKENS, H), dtype=np.uint16)
+        for _ in range(20):
+            blosc.decompress(data, target)
+
+    def action() -> None:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(work, range(threads)))
+
+    return action
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--place", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", choices=["write", "read", "small", "loader"])
+    args = parser.parse_args()
+    print_machine()
+    print(f"place: {args.place}")
+    if args.only in (None, "write"):
+        for number in (1, 2):
+            write(args.place, args.rounds, number)
+    if args.only in (None, "read"):
+        read(args.place, args.rounds)
+    if args.only in (None, "small"):
+        small(args.place, args.rounds)
+    if args.only in (None, "loader"):
+        loader(args.place, args.rounds)

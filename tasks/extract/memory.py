@@ -1,0 +1,61 @@
+"""Host memory for captured samples: bounded, and used again instead of returned to the system.
+
+Memory fresh from the system is zeroed page by page when it is first touched, which at several GB/s costs a core.
+"""
+
+import threading
+from time import perf_counter
+
+import torch
+
+
+class HostMemory:
+    """Gives buffers to samples; blocks the capture while the writers hold too much."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        """Bytes, of all buffers together."""
+        self.waited = 0.0
+        """Seconds that the capture has waited for the writers."""
+        self._held = 0
+        self._writing = 0
+        self._spare: list[torch.Tensor] = []
+        self._changed = threading.Condition()
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """A uint8 buffer of at least ``num_bytes`` with arbitrary content; waits until there is room for it.
+
+        Never waits while no sample is being written, since none could make room: a single sample may be larger than
+        the limit.
+        """
+        with self._changed:
+            if self._held + num_bytes > self.limit and self._writing:
+                began = perf_counter()
+                self._changed.wait_for(lambda: self._held + num_bytes <= self.limit or not self._writing)
+                self.waited += perf_counter() - began
+            fitting = [b for b in self._spare if num_bytes <= b.nbytes <= 2 * num_bytes]
+            if fitting:
+                buffer = min(fitting, key=lambda b: b.nbytes)
+                self._spare = [b for b in self._spare if b is not buffer]
+                self._held += buffer.nbytes
+                return buffer
+            # An eighth of slack, so that samples of similar lengths can take each other's place.
+            size = num_bytes + num_bytes // 8
+            self._held += size
+            while self._spare and self._held + sum(b.nbytes for b in self._spare) > self.limit:
+                self._spare.pop(0)
+        return torch.empty(size, dtype=torch.uint8)
+
+    def writing(self) -> None:
+        """A sample was handed to the writers."""
+        with self._changed:
+            self._writing += 1
+
+    def give_back(self, buffer: torch.Tensor, *, written: bool) -> None:
+        """A sample's buffer is free again, after it was ``written`` or when it was abandoned."""
+        with self._changed:
+            self._held -= buffer.nbytes
+            self._writing -= written
+            if self._held + buffer.nbytes + sum(b.nbytes for b in self._spare) <= self.limit:
+                self._spare.append(buffer)
+            self._changed.notify_all()

@@ -1,0 +1,90 @@
+"""Tokenized conversations and statistics for a person at a terminal."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from tasks.samples import Sample, SampleTable
+from tasks.tokenize.report import TokenizeReport
+
+SUPERVISED = "bold green"
+OTHER = "dim"
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids to text, control tokens included, e.g. ``TextTokenizer(directory).encoder.decode``."""
+
+
+def show(console: Console, table: SampleTable, report: TokenizeReport, decode: Decode, count: int) -> None:
+    """Print the first ``count`` samples with supervised tokens in colour, then the statistics of all."""
+    for row in range(min(count, len(table))):
+        console.print(conversation(table[row], decode))
+    console.print(statistics(report, table.num_tokens))
+
+
+def conversation(sample: Sample, decode: Decode) -> Panel:
+    """A sample's text, the supervised tokens in colour."""
+    text = Text()
+    for ids, supervised in stretches(sample):
+        text.append(printable(decode(ids.tolist())), SUPERVISED if supervised else OTHER)
+    share = sample.loss_mask.mean()
+    facts = f"{sample.num_tokens:,} tokens, {share:.0%} supervised"
+    return Panel(text, title=Text(sample.source_id), subtitle=Text(facts), title_align="left", subtitle_align="left")
+
+
+def stretches(sample: Sample) -> Iterator[tuple[npt.NDArray[np.int32], bool]]:
+    """The sample in stretches of ids that are all supervised, or all not."""
+    edges = np.flatnonzero(np.diff(sample.loss_mask)) + 1
+    for ids, mask in zip(np.split(sample.input_ids, edges), np.split(sample.loss_mask, edges), strict=True):
+        yield ids, bool(mask[0])
+
+
+def printable(text: str) -> str:
+    """The text with characters that would steer the terminal made visible."""
+    return "".join(c if c in "\n\t" or c.isprintable() or ord(c) > 0xFF else f"\\x{ord(c):02x}" for c in text)
+
+
+def statistics(report: TokenizeReport, num_tokens: npt.NDArray[np.int32]) -> RenderableType:
+    """Rows, lengths, supervised share, and what was skipped and why.
+
+    Args:
+        report: what became of the rows.
+        num_tokens: [samples], their lengths.
+    """
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    table.add_column(style="dim")
+
+    def line(name: str, value: int | str, note: str = "") -> None:
+        table.add_row(name, value if isinstance(value, str) else f"{value:,}", note)
+
+    line("rows read", report.read, " + ".join(f"{n:,}" for n in report.by_source) if len(report.by_source) > 1 else "")
+    line("samples", report.kept, f"{report.duplicates:,} with the tokens of another" if report.duplicates else "")
+    for reason, count in sorted(report.skipped.items(), key=lambda r: -r[1]):
+        first = next((p for p in report.problems if p.reason == reason), None)
+        line(f"skipped: {reason}", count, f"{first.file}:{first.number}: {first.detail}" if first else "")
+    if report.truncated:
+        line("truncated", report.truncated)
+    if report.split:
+        line("split", report.split)
+    if report.ids_used_twice:
+        line("ids used twice", report.ids_used_twice, "for samples of different content")
+    share = report.supervised_tokens / report.tokens if report.tokens else 0.0
+    line("tokens", report.tokens, f"{report.tokens_per_second:,.0f} a second")
+    line("supervised", f"{share:.1%}", ", ".join(f"{n:,} by {how}" for how, n in report.methods.items()))
+    if len(num_tokens):
+        low, median, high, most = np.percentile(num_tokens, [5, 50, 95, 100])
+        line(
+            "tokens a sample",
+            f"{median:,.0f}",
+            f"median; 5% below {low:,.0f}, 95% below {high:,.0f}, longest {most:,.0f}",
+        )
+    for name, count in report.counts.items():
+        if count:
+            line(name.replace("_", " "), count)
+    return Group(table)
