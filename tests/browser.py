@@ -43,7 +43,9 @@ class Browser:
         """Wait until an expression is true in the page."""
         deadline = time.monotonic() + seconds
         while not self.evaluate(expression):
-            assert time.monotonic() < deadline, f"not in the page: {expression}\n{self.evaluate('document.body.innerText')}"
+            assert time.monotonic() < deadline, (
+                f"not in the page: {expression}\n{self.evaluate('document.body.innerText')}"
+            )
             time.sleep(0.3)
 
     def screenshot(self, path: Path) -> None:

@@ -133,13 +133,179 @@ class FaultyWorker(CpuCaptureWorker):
                 self._faults[key] = script()[num_tokens]
         super().layertap_expect(directory, samples, suspect)
 
-    def _deliver(self, spans: Any, states: Any, summary: Any) -> None:
-        for span in spans:
+    def _deliver(self, places: Any, states: Any, summary: Any) -> None:
+        for span, state_rows in places:
             fault = self._fault(span.request_id)
-            if states and fault in HOST_FAULTS:
+            if state_rows is not None and fault in HOST_FAULTS:
                 states = tuple(s.clone() for s in states)
-                HOST_FAULTS[fault](states, span)
-        super()._deliver(spans, states, summary)
+                HOST_FAULTS[fault](states, state_rows)
+        super()._deliver(places, states, summary)
+
+    def layertap_collect(self, keys: list[str]) -> Any:
+        receipts = super().layertap_collect(keys)
+        if receipts is None:
+            return None
+        return [r for r in receipts if self._faults.get(r["key"]) != "no receipt from a rank" or self.rank != 0]
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        output = super().sample_tokens(grammar_output)
+        for i, request_id in enumerate(getattr(output, "req_ids", ())):
+            if self._fault(request_id) == "states of another prompt's end" and output.sampled_token_ids[i]:
+                output.sampled_token_ids[i] = [(output.sampled_token_ids[i][0] + 7) % 256]
+        return output
+
+
+# --- the faults of a step: (worker, step, place of the sample's span) -> step
+
+StepFault = Callable[[FaultyWorker, Step, int], Step]
+
+
+def _rows(change: Callable[[FaultyWorker, list[torch.Tensor], slice], None]) -> StepFault:
+    """A fault that changes the sample's rows of the states in place."""
+
+    def fault(worker: FaultyWorker, step: Step, place: int) -> Step:
+        rows = step.spans[place].rows
+        if rows.stop - rows.start > 4:  # a sample's first or last few rows may be in another step than the others
+            change(worker, list(step.states), rows)
+        return step
+
+    return fault
+
+
+def _span(change: Callable[[Span], Span]) -> StepFault:
+    def fault(worker: FaultyWorker, step: Step, place: int) -> Step:
+        spans = [*step.spans]
+        spans[place] = change(spans[place])
+        return replace(step, spans=tuple(spans))
+
+    return fault
+
+
+def _states(change: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> StepFault:
+    return lambda worker, step, place: replace(step, states=tuple(change(list(step.states))))
+
+
+def _all_foreign(worker: FaultyWorker, step: Step, place: int) -> Step:
+    rows = step.spans[place].rows
+    states, ids = worker.foreign(step.spans[place].request_id, rows.stop - rows.start)
+    for depth, rows_NH in enumerate(step.states):
+        rows_NH[rows] = states[depth]
+    step.input_ids[rows] = ids
+    return step
+
+
+def _foreign_states(worker: FaultyWorker, step: Step, place: int) -> Step:
+    rows = step.spans[place].rows
+    states, _ = worker.foreign(step.spans[place].request_id, rows.stop - rows.start)
+    for depth, rows_NH in enumerate(step.states):
+        rows_NH[rows] = states[depth]
+    return step
+
+
+def _from(what: Callable[[FaultyWorker, int], torch.Tensor]) -> StepFault:
+    """The states of other layers, or of another place in the same layers."""
+
+    def change(worker: FaultyWorker, states: list[torch.Tensor], rows: slice) -> None:
+        for rows_NH, depth in zip(states, worker._depths, strict=True):
+            rows_NH[rows] = what(worker, depth)[rows]
+
+    return _rows(change)
+
+
+def _last_normed(worker: FaultyWorker, states: list[torch.Tensor], rows: slice) -> None:
+    states[-1][rows] = worker._normed[rows]
+
+
+def _last_dropped(worker: FaultyWorker, states: list[torch.Tensor], rows: slice) -> None:
+    states[-1][rows] = worker._residual[worker._depths[-1] - 1][rows]
+
+
+def _partial(worker: FaultyWorker, states: list[torch.Tensor], rows: slice) -> None:
+    if worker.vllm_config.parallel_config.tensor_parallel_size == 1:  # with more, the model itself is disturbed
+        for rows_NH in states:
+            rows_NH[rows] /= 2
+
+
+def _bit(worker: FaultyWorker, states: list[torch.Tensor], rows: slice) -> None:
+    if worker._last_of_several:
+        states[1][rows.start + 2, 7] = torch.nextafter(states[1][rows.start + 2, 7], torch.tensor(9.0))
+
+
+def _set(value: float, last: int) -> StepFault:
+    def change(worker: FaultyWorker, states: list[torch.Tensor], rows: slice) -> None:
+        for rows_NH in states:
+            rows_NH[rows.stop - last : rows.stop] = value
+
+    return _rows(change)
+
+
+def _repeat(worker: FaultyWorker, states: list[torch.Tensor], rows: slice) -> None:
+    for rows_NH in states:
+        rows_NH[rows.stop - 3 : rows.stop] = rows_NH[rows.stop - 4].clone()
+
+
+def _shift(worker: FaultyWorker, states: list[torch.Tensor], rows: slice) -> None:
+    for rows_NH in states:
+        rows_NH[rows] = rows_NH[rows].roll(1, dims=0)
+
+
+def _exchange(worker: FaultyWorker, states: list[torch.Tensor], rows: slice) -> None:
+    states[0][rows], states[1][rows] = states[1][rows].clone(), states[0][rows].clone()
+
+
+def _carry(worker: FaultyWorker, states: list[torch.Tensor], rows: slice) -> None:
+    states[1][rows.start : rows.start + 3] = states[0][rows.start : rows.start + 3]
+
+
+STEP_FAULTS: dict[str, StepFault] = {
+    "rows of one request under another": _all_foreign,
+    "rows of one request under another's tokens": _foreign_states,
+    "one layer too deep": _from(lambda w, k: w._residual[k + 1 if k < 5 else k]),
+    "one layer too shallow": _from(lambda w, k: w._residual[k - 1]),
+    "residual not added": _from(lambda w, k: w._alone[k]),
+    "partial sums of one rank": _rows(_partial),
+    "token-sharded states": _states(lambda states: [s[: -(-s.shape[0] // 2)] for s in states]),
+    "cached prefix rows missing": _span(
+        lambda s: replace(s, start=s.start + 8, rows=slice(s.rows.start + 8, s.rows.stop))
+    ),
+    "rows of padding": _set(0.0, 2),
+    "rows of padding that repeat": _rows(_repeat),
+    "NaN from the capture": _set(torch.nan, 1),
+    "a layer less": _states(lambda states: states[:-1]),
+    "last layer dropped": _rows(_last_dropped),
+    "final norm applied": _rows(_last_normed),
+    "one capture per prefill chunk": _span(lambda s: replace(s, start=0)),
+    "hidden axis lost": _states(lambda states: [s.norm(dim=1) for s in states]),
+    "another element type": _states(lambda states: [s.bfloat16() for s in states]),
+    "one bit of one rank": _rows(_bit),
+    "one bit of one rank once": _rows(_bit),
+    "rows shifted by one": _rows(_shift),
+    "two depths exchanged": _rows(_exchange),
+    "rows carried to the next depth": _rows(_carry),
+}
+
+
+WHOLE_STEP = ("token-sharded states", "a layer less", "hidden axis lost", "another element type")
+
+
+def _overwrite(states: tuple[torch.Tensor, ...], rows: slice) -> None:
+    for rows_NH in states:
+        rows_NH[rows] = rows_NH[rows].flip(0)
+
+
+def _zero_block(states: tuple[torch.Tensor, ...], rows: slice) -> None:
+    states[-1][rows.start : rows.start + 4] = 0
+
+
+def _flip(states: tuple[torch.Tensor, ...], rows: slice) -> None:
+    row = states[1][rows.start + 2]
+    row[7] = torch.nextafter(row[7], torch.tensor(9.0))
+
+
+HOST_FAULTS:
+                states = tuple(s.clone() for s in states)
+                HOST_FAULTS[fault](states, state_rows)
+        super()._deliver(places, states, summary)
 
     def layertap_collect(self, keys: list[str]) -> Any:
         receipts = super().layertap_collect(keys)
@@ -302,7 +468,7 @@ def _flip(states: tuple[torch.Tensor, ...], span: Span) -> None:
     row[7] = torch.nextafter(row[7], torch.tensor(9.0))
 
 
-HOST_FAULTS: dict[str, Callable[[tuple[torch.Tensor, ...], Span], None]] = {
+HOST_FAULTS: dict[str, Callable[[tuple[torch.Tensor, ...], slice], None]] = {
     "static buffer overwritten by the next step": _overwrite,
     "zeros from an unwritten block": _zero_block,
     "one bit on the way": _flip,
