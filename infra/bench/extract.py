@@ -124,9 +124,10 @@ def kimi_shaped(layers: int, experts: int) -> Checkpoint:
 
 
 def prompts(count: int, shortest: int, longest: int, vocab_size: int, seed: int) -> list[npt.NDArray[np.int32]]:
+    """Random prompts, no token twice in one: made-up weights give equal rows for equal tokens."""
     random = np.random.default_rng(seed)
     lengths = random.integers(shortest, longest + 1, size=count)
-    return [random.integers(5, vocab_size - 64, size=n, dtype=np.int32) for n in lengths]
+    return [random.permutation(vocab_size - 64)[:n].astype(np.int32) for n in lengths]
 
 
 class Extractor:

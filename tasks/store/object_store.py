@@ -143,10 +143,10 @@ class ObjectBackend:
 
     def incomplete(self, expected: Iterable[Expected]) -> Iterator[str]:
         shards: dict[str, list[Expected]] = defaultdict(list)
-        count = 0
-        for count, sample in enumerate(expected, 1):
+        for sample in expected:
             shards[sample[0][:2]].append(sample)
-        look_up = self._incomplete_of_shard if count <= _IN_FULL else self._absent_of_shard
+        in_full = sum(map(len, shards.values())) <= _IN_FULL
+        look_up = self._incomplete_of_shard if in_full else self._absent_of_shard
         for keys in self._pool.map(look_up, shards.values()):
             yield from keys
 

@@ -234,10 +234,12 @@ class Store:
 
     def close(self) -> None:
         """Let other runs write to the store, and drop what is staged."""
-        if self._staging is not None:
-            self.backend.drop_staging(self._staging)
-            self._staging = None
-        self._lease.release()
+        try:
+            if self._staging is not None:
+                self.backend.drop_staging(self._staging)
+                self._staging = None
+        finally:
+            self._lease.release()
 
     # --- what is there
 

@@ -262,20 +262,22 @@ def _check_rows(
 
 def _check_tokens(found: Audited, stored: StoredSample, last_TH: torch.Tensor, head: Head, limit: float) -> None:
     ids_T, num_tokens = stored.input_ids_T, stored.num_tokens
+    positions = np.unique(np.linspace(0, num_tokens - 2, min(num_tokens - 1, POSITIONS)).astype(int))
+    following = [*ids_T[positions + 1].tolist(), -1 if stored.next_token is None else stored.next_token]
+    *proofs, last = head.prove(last_TH[[*positions, num_tokens - 1]], following, limit)
     if stored.next_token is not None:
-        (found.proof,) = head.prove(last_TH[-1:], [stored.next_token], limit)
-        if found.proof.outcome == "failed":
+        found.proof = last
+        if last.outcome == "failed":
             found.problems.append(
                 Problem(
                     "next_token",
-                    f"the last row gives token {found.proof.computed}, the engine sampled {found.proof.sampled}, whose "
-                    f"logit is {found.proof.gap:.3g} lower (near ties end at {found.proof.margin:.3g})",
+                    f"the last row gives token {last.computed}, the engine sampled {last.sampled}, whose logit is "
+                    f"{last.gap:.3g} lower (near ties end at {last.margin:.3g})",
                 )
             )
-    if num_tokens < 2:
+    if not len(positions):
         return
-    positions = np.unique(np.linspace(0, num_tokens - 2, min(num_tokens - 1, POSITIONS)).astype(int))
-    tokens = head.predict(last_TH[positions])
+    tokens = np.array([proof.computed for proof in proofs])
     found.predicted = len(positions)
     found.hits = {shift: _hits(tokens, positions, ids_T, shift) for shift in SHIFTS}
     best = max(SHIFTS, key=lambda shift: found.hits[shift])

@@ -64,7 +64,7 @@ class Bands:
                 low, high = band(rms[d] for rms in pool)
                 for key in keys:
                     value = samples[key][1][d]
-                    if not low <= value <= high:
+                    if math.isfinite(value) and not low <= value <= high:
                         found.setdefault(key, []).append(Outside(depth, value, low, high))
         return found
 

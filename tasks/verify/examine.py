@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -44,11 +45,8 @@ class Examiner:
             ids_digests: by key, :func:`tasks.vocabulary.digest_ids` of the planned token ids.
         """
         proofs = self._prove(receipts)
-        sizes = {s.key: (s.num_tokens, of[0].median_rms) for s in samples if (of := receipts.get(s.key))}
-        outside = self._bands.judge(sizes)
-        verdicts = []
-        for sample in samples:
-            case = Case(
+        cases = {
+            sample.key: Case(
                 identity=self.identity,
                 planned=sample,
                 ids_digest=ids_digests[sample.key],
@@ -56,12 +54,23 @@ class Examiner:
                 receipts=receipts.get(sample.key, ()),
                 audit=self.audit,
                 proof=proofs.get(sample.key),
-                outside=outside.get(sample.key, ()),
             )
-            verdicts.append(judge(case))
-            if verdicts[-1].accepted:
-                self._bands.learn(*sizes[sample.key])
-        return verdicts
+            for sample in samples
+        }
+        verdicts = {key: judge(case) for key, case in cases.items()}
+        # Usual is what samples are with which nothing else is wrong.
+        sizes = {
+            key: (case.planned.num_tokens, case.receipts[0].median_rms)
+            for key, case in cases.items()
+            if verdicts[key].accepted
+        }
+        outside = self._bands.judge(sizes)
+        for key, (num_tokens, rms) in sizes.items():
+            if key in outside:
+                verdicts[key] = judge(replace(cases[key], outside=outside[key]))
+            else:
+                self._bands.learn(num_tokens, rms)
+        return list(verdicts.values())
 
     def is_systematic(self, verdicts: Sequence[Verdict]) -> bool:
         """Whether so much of a chunk failed that going on would waste the machine."""

@@ -21,6 +21,7 @@ MARGIN = {"float32": 1e-4, "bfloat16": 0.02, "float8_e4m3": 0.1}
 HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight")
 EMBEDDING_NAMES = ("model.embed_tokens.weight", "language_model.model.embed_tokens.weight")
 
+_FLOAT_ELEMENTS = 1 << 28  # a GiB
 _VOCABULARY_AT_ONCE = 16_384  # rows of the head made float32 at a time
 
 
@@ -43,7 +44,8 @@ class Head:
             weight = _tensor(checkpoint, EMBEDDING_NAMES)
         if weight is None or not weight.is_floating_point() or weight.element_size() < 2:
             raise ModelError(f"{checkpoint.path} has none of the tensors {HEAD_NAMES} in a plain type in *.safetensors")
-        self._weight_VH = weight.to(device)
+        # A small head is converted once, a large one by blocks whenever it is used.
+        self._weight_VH = weight.to(device, torch.float32 if weight.numel() <= _FLOAT_ELEMENTS else weight.dtype)
 
     @torch.inference_mode()
     def logits(self, states_NH: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
@@ -54,16 +56,12 @@ class Head:
             block_vH = self._weight_VH[start : start + _VOCABULARY_AT_ONCE].float()
             yield start, normed_NH @ block_vH.T
 
-    def predict(self, states_NH: torch.Tensor) -> npt.NDArray[np.int64]:
-        """The most likely next token after each row, [N]."""
-        return self._best(states_NH, None)[0]
-
     def prove(self, states_NH: torch.Tensor, sampled: Sequence[int], margin: float) -> list[Proof]:
-        """Compare the sampled tokens with what the states say.
+        """Compare tokens with the most likely ones after each row.
 
         Args:
-            states_NH: [N, H], r_L at the last token of each sample.
-            sampled: the token that the engine sampled greedily after each.
+            states_NH: [N, H], rows of r_L.
+            sampled: the token that the engine sampled greedily after each, or any other to compare with.
             margin: see :data:`MARGIN`.
         """
         tokens, best, chosen, scale = self._best(states_NH, np.asarray(sampled, dtype=np.int64))
@@ -79,7 +77,7 @@ class Head:
         return proofs
 
     def _best(
-        self, states_NH: torch.Tensor, sampled: npt.NDArray[np.int64] | None
+        self, states_NH: torch.Tensor, sampled: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """Most likely token, its logit, the logit of the sampled one and the largest magnitude; each [N]."""
         num_rows = states_NH.shape[0]
@@ -92,9 +90,8 @@ class Head:
             larger = values > best
             tokens[larger], best[larger] = indices[larger] + start, values[larger]
             scale = np.maximum(scale, logits_Nv.abs().amax(dim=1).cpu().numpy())
-            if sampled is not None:
-                here = np.flatnonzero((sampled >= start) & (sampled < start + logits_Nv.shape[1]))
-                chosen[here] = logits_Nv.cpu().numpy()[here, sampled[here] - start]
+            here = np.flatnonzero((sampled >= start) & (sampled < start + logits_Nv.shape[1]))
+            chosen[here] = logits_Nv.cpu().numpy()[here, sampled[here] - start]
         return tokens, best, chosen, scale
 
 

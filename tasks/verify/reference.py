@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -60,7 +61,7 @@ def residual_states(
     sources = [stack.embed_tokens, *stack.layers]
     handles = [sources[depth].register_forward_hook(keep(depth)) for depth in set(depths)]
     try:
-        model(input_ids=torch.as_tensor(input_ids, dtype=torch.int64)[None], use_cache=False)
+        model(input_ids=torch.tensor(np.asarray(input_ids, dtype=np.int64))[None], use_cache=False)
     finally:
         for handle in handles:
             handle.remove()

@@ -133,13 +133,13 @@ class FaultyWorker(CpuCaptureWorker):
                 self._faults[key] = script()[num_tokens]
         super().layertap_expect(directory, samples, suspect)
 
-    def _deliver(self, spans: Any, states: Any, summary: Any) -> None:
-        for span in spans:
+    def _deliver(self, places: Any, states: Any, summary: Any) -> None:
+        for span, state_rows in places:
             fault = self._fault(span.request_id)
-            if states and fault in HOST_FAULTS:
+            if state_rows is not None and fault in HOST_FAULTS:
                 states = tuple(s.clone() for s in states)
-                HOST_FAULTS[fault](states, span)
-        super()._deliver(spans, states, summary)
+                HOST_FAULTS[fault](states, state_rows)
+        super()._deliver(places, states, summary)
 
     def layertap_collect(self, keys: list[str]) -> Any:
         receipts = super().layertap_collect(keys)
@@ -260,7 +260,7 @@ def _carry(worker: FaultyWorker, states: list[torch.Tensor], rows: slice) -> Non
 STEP_FAULTS: dict[str, StepFault] = {
     "rows of one request under another": _all_foreign,
     "rows of one request under another's tokens": _foreign_states,
-    "one layer too deep": _from(lambda w, k: w._residual[min(k + 1, max(w._residual))]),
+    "one layer too deep": _from(lambda w, k: w._residual[k + 1 if k < 5 else k]),
     "one layer too shallow": _from(lambda w, k: w._residual[k - 1]),
     "residual not added": _from(lambda w, k: w._alone[k]),
     "partial sums of one rank": _rows(_partial),
@@ -288,21 +288,21 @@ STEP_FAULTS: dict[str, StepFault] = {
 WHOLE_STEP = ("token-sharded states", "a layer less", "hidden axis lost", "another element type")
 
 
-def _overwrite(states: tuple[torch.Tensor, ...], span: Span) -> None:
+def _overwrite(states: tuple[torch.Tensor, ...], rows: slice) -> None:
     for rows_NH in states:
-        rows_NH[span.rows] = rows_NH[span.rows].flip(0)
+        rows_NH[rows] = rows_NH[rows].flip(0)
 
 
-def _zero_block(states: tuple[torch.Tensor, ...], span: Span) -> None:
-    states[-1][span.rows.start : span.rows.start + 4] = 0
+def _zero_block(states: tuple[torch.Tensor, ...], rows: slice) -> None:
+    states[-1][rows.start : rows.start + 4] = 0
 
 
-def _flip(states: tuple[torch.Tensor, ...], span: Span) -> None:
-    row = states[1][span.rows.start + 2]
+def _flip(states: tuple[torch.Tensor, ...], rows: slice) -> None:
+    row = states[1][rows.start + 2]
     row[7] = torch.nextafter(row[7], torch.tensor(9.0))
 
 
-HOST_FAULTS: dict[str, Callable[[tuple[torch.Tensor, ...], Span], None]] = {
+HOST_FAULTS: dict[str, Callable[[tuple[torch.Tensor, ...], slice], None]] = {
     "static buffer overwritten by the next step": _overwrite,
     "zeros from an unwritten block": _zero_block,
     "one bit on the way": _flip,

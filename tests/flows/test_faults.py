@@ -81,7 +81,7 @@ def test_all_faults_are_caught(
     monkeypatch.setenv(SCRIPT, json.dumps(faults))
     monkeypatch.setitem(__import__("tasks.extract.engine", fromlist=["WORKERS"]).WORKERS, "cpu", WORKER)
     monkeypatch.setattr("tasks.extract.task.STAGE", STAGE)
-    lengths = [*faults, *CLEAN]
+    lengths = [*CLEAN, *faults]  # what is usual is learned first
     summary, state = run(tmp_path, lengths, size)
 
     reader = open_store(tmp_path / "store")

@@ -304,6 +304,9 @@ def test_files_of_a_backend(url: str) -> None:
         assert backend.sizes("a") == {"b/c": 2, "d": 1}
         backend.remove("a")
         assert backend.sizes("a") == {}
+        large = bytes(range(256)) * (12 << 12)  # in several parts, on an object store
+        backend.put("a/large", large)
+        assert backend.read("a/large") == large
 
 
 def test_very_many_samples_in_an_object_store_are_looked_up_by_name(

@@ -39,19 +39,17 @@ def real_states(model_dir: Path, chats: Path, num_tokens: int) -> tuple[Bits, Bi
                 ids += tokenizer(str(message.get("content") or ""))["input_ids"]
             if len(ids) >= 2 * num_tokens:
                 break
+    captured: dict[int, torch.Tensor] = {}
+    for k in depths:
+        # Hooks rather than output_hidden_states, whose last entry is normalized.
+        model.model.layers[k - 1].register_forward_hook(
+            lambda _, __, out, k=k: captured.update({k: out[0] if isinstance(out, tuple) else out})
+        )
     found = []
     with torch.no_grad():
         for part in (ids[:num_tokens], ids[num_tokens : 2 * num_tokens]):
-            captured: dict[int, torch.Tensor] = {}
-            hooks = [
-                model.model.layers[k - 1].register_forward_hook(
-                    lambda _, __, out, k=k: captured.update({k: (out[0] if isinstance(out, tuple) else out)})
-                )
-                for k in depths
-            ]
+            captured.clear()
             model.model(torch.tensor([part]))
-            for hook in hooks:
-                hook.remove()
             states = torch.stack([captured[k].reshape(len(part), -1) for k in depths])
             found.append(states.contiguous().view(torch.uint16).numpy())
     return found[0], found[1]
@@ -74,7 +72,7 @@ def bounds(states: Bits) -> None:
     low, high = states & 0xFF, states >> 8
     exponent = (states >> 7) & 0xFF
     rest = (states & 0x7F) | ((states >> 8) & 0x80)
-    layers, tokens, hidden = states.shape
+    layers, _, hidden = states.shape
     depth = np.broadcast_to(np.arange(layers)[:, None, None], states.shape)
     channel = np.broadcast_to(np.arange(hidden), states.shape)
     print(f"two byte planes, order 0: ratio {16 / (entropy(low) + entropy(high)):.3f}")
