@@ -101,7 +101,7 @@ def centred(states: Bits) -> tuple[Bits, npt.NDArray[np.uint8]]:
 
 def uncentred(pair: Bits, median: npt.NDArray[np.uint8]) -> Bits:
     exponent = ((pair >> 8).astype(np.uint8) + median[:, None]).astype(np.uint16)
-    return (((pair & 0x80) << 8) | (exponent << 7) | (pair & 0x7F)).astype(np.uint16, copy=False)
+    return (((pair & 0x80) << 8) | (exponent << 7) | (pair & 0x7F)).astype(np.uint16)
 
 
 def trial(
@@ -166,7 +166,7 @@ def trials(states: Bits) -> None:
 
     def unfields(e: object) -> Bits:
         pair = np.frombuffer(blosc.decompress(e), dtype=np.uint16)
-        return (((pair & 0x80) << 8) | ((pair >> 8) << 7) | (pair & 0x7F)).astype(np.uint16, copy=False)
+        return (((pair & 0x80) << 8) | ((pair >> 8) << 7) | (pair & 0x7F)).astype(np.uint16)
 
     trial("exponent apart from sign and mantissa, blosc(zstd 1)", chunk, fields, unfields, False)
 
@@ -191,7 +191,7 @@ def trials(states: Bits) -> None:
     def unxor_depth(e: object) -> Bits:
         pair = np.frombuffer(blosc.decompress(e), dtype=np.uint16).reshape(chunk.shape)
         exponent = np.cumsum(pair >> 8, axis=0, dtype=np.uint8).astype(np.uint16)
-        return (((pair & 0x80) << 8) | (exponent << 7) | (pair & 0x7F)).astype(np.uint16, copy=False)
+        return (((pair & 0x80) << 8) | (exponent << 7) | (pair & 0x7F)).astype(np.uint16)
 
     trial("exponent less that of the depth before, blosc(zstd 1)", chunk, xor_depth, unxor_depth, False)
 
