@@ -43,6 +43,8 @@ class Pausing(CaptureMixin):
             "host_bytes": host,
             "waited_for_copy": self._transfer.waited,
             "waited_for_writers": self._writer.memory.waited,
+            "writer_thread_seconds": dict(self._writer.seconds),
+            "delivering_seconds": getattr(self._transfer, "delivering", 0.0),
         }
 
 
