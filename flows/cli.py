@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
+from flows import store_cli
 from tasks.report.log import logger
 
 # Read when Prefect, vLLM and torch are imported, so commands import them late; what the user has set stays.
@@ -43,6 +44,7 @@ def extract(
     limit: Annotated[int | None, typer.Option(min=1, help="Read no more than this many rows of the data.")] = None,
     store: Annotated[str | None, typer.Option(help="Another store than the preset's.")] = None,
     chunk_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of one chunk.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Begin even if the samples may not fit on the disk.")] = False,
 ) -> None:
     """Extract the hidden states that the store lacks. Ends with 0 only if everything asked for is in the store."""
     from flows.config import ConfigError, Extraction
@@ -54,13 +56,34 @@ def extract(
     from flows.extract import extract as flow  # Prefect takes seconds to import; a bad preset need not wait for it
 
     _log_to_terminal()
-    state = flow(extraction, dataset, limit, store, chunk_tokens, return_state=True)
+    state = flow(extraction, dataset, limit, store, chunk_tokens, force, return_state=True)
     outcome: Any = state.result(raise_on_failure=False)
     if isinstance(outcome, BaseException):
         raise _stop(outcome)
     console.print(outcome.table())
     if not state.is_completed():
         raise typer.Exit(1)
+
+
+@app.command()
+def tokenize(
+    preset: Annotated[str, typer.Argument(help="A preset's name, or a YAML file like those in infra/presets.")],
+    show: Annotated[int, typer.Option(min=0, help="Print this many samples, supervised tokens in colour.")] = 3,
+    dataset: Annotated[str | None, typer.Option(help="Another data file than the preset's.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Read no more than this many rows of the data.")] = None,
+) -> None:
+    """Tokenize the data as a run would, and show samples and statistics; nothing is stored."""
+    from flows.config import ConfigError, Extraction
+    from tasks.model import ModelError, resolve
+    from tasks.tokenize.errors import TokenizeError
+    from tasks.tokenize.show import preview
+
+    try:
+        wanted = Extraction.load(preset).overridden(dataset=dataset, limit=limit)
+        checkpoint = resolve(wanted.model)
+        preview(console, wanted.data, checkpoint, wanted.identity(checkpoint), wanted.engine.max_model_len, show)
+    except (ConfigError, ModelError, TokenizeError) as error:
+        raise _stop(error) from None
 
 
 @app.command()
@@ -71,13 +94,9 @@ def show(
     """List the samples of a store."""
     from tasks.report.listing import show_samples
     from tasks.store import open as open_store
-    from tasks.store.errors import StoreError
 
-    try:
-        reader = open_store(store)
-        show_samples(reader.listing(), len(reader), limit, console)
-    except StoreError as error:
-        raise _stop(error) from None
+    reader = open_store(store)
+    show_samples(reader.listing(), len(reader), limit, console)
 
 
 @app.command()
@@ -157,6 +176,20 @@ def doctor(
         console.print(explain(shapes, expected), highlight=False, markup=False, soft_wrap=True)
 
 
+store_cli.register(app, console)
+
+
+def run() -> None:
+    """The console script: what is wrong with a store or a path is one line, not a traceback."""
+    from tasks.store.errors import StoreError
+
+    try:
+        app()
+    except StoreError as error:
+        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+        sys.exit(1)
+
+
 def _log_to_terminal() -> None:
     logger.addHandler(RichHandler(console=Console(stderr=True), show_path=False, show_time=False, highlighter=None))
     warnings.filterwarnings("ignore", category=FutureWarning)
@@ -168,4 +201,4 @@ def _stop(error: BaseException) -> typer.Exit:
 
 
 if __name__ == "__main__":
-    sys.exit(app())
+    run()

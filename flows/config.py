@@ -11,7 +11,7 @@ from tasks.layers import Layers
 from tasks.model import Checkpoint, Model
 from tasks.tokenize.config import Data
 from tasks.verify.config import Audit
-from tasks.vocabulary import DType, Identity
+from tasks.vocabulary import DType, Identity, StoredAs
 
 PRESETS = Path(__file__).resolve().parent.parent / "infra" / "presets"
 
@@ -37,6 +37,11 @@ class Extraction(BaseModel):
         default=65_536, description="Tokens of one chunk: what one task run extracts, verifies and commits."
     )
     store: Annotated[str, Field(min_length=1)] = Field(description="Directory or URL of the store.")
+    stored_as: StoredAs = Field(
+        default="exact",
+        description="`exact` keeps every bit of the states. `float8_e4m3` halves the store and loses precision; the "
+        "error is measured and shown by `layertap stats`.",
+    )
     engine: Engine = Engine()
     audit: Audit = Audit()
 
@@ -97,6 +102,7 @@ class Extraction(BaseModel):
             convention=self.layers.convention,
             layer_ids=tuple(sorted(self.layers.ids)),
             dtype=self.dtype,
+            stored_as=self.stored_as,
             numerics=self.engine.numerics,
         )
 

@@ -20,7 +20,7 @@ from tasks.report.picture import Profiles
 from tasks.report.progress import Progress
 from tasks.report.summary import Summary
 from tasks.report.task import report_run
-from tasks.store.task import commit_chunk, open_store, record_reused
+from tasks.store.task import commit_chunk, open_store, record_reused, require_room
 from tasks.tokenize.task import tokenize_data
 from tasks.verify.examine import Examiner
 from tasks.verify.task import verify_chunk
@@ -41,6 +41,7 @@ def extract(
     limit: int | None = None,
     store: str | None = None,
     chunk_tokens: int | None = None,
+    force: bool = False,
 ) -> State[Any]:
     """Extract the hidden states of every sample that the store lacks.
 
@@ -50,6 +51,7 @@ def extract(
         limit: Read no more than this many rows of the data.
         store: Another store than the extraction's.
         chunk_tokens: Another chunk size than the extraction's.
+        force: Begin even if the planned samples do not fit into the free space.
 
     Returns:
         A state with a :class:`tasks.report.summary.Summary`; Failed unless all samples are in the store.
@@ -73,6 +75,7 @@ def extract(
         chunks = plan_chunks(table, target, wanted.chunk_tokens)
         summary.reused = record_reused(chunks, table, target)
         if any(chunk.missing for chunk in chunks):
+            require_room(chunks, target, force)
             target.write_provenance(wanted.provenance())
         with (
             Progress(chunks) as progress,

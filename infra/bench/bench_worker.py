@@ -28,7 +28,7 @@ class Pausing(CaptureMixin):
 
     def bench_verify(self, wanted: bool) -> None:
         """Capture with or without digests and witness; without, receipts say nothing true of the states."""
-        transfer.summarize = assemble.summarize if wanted else unverified
+        transfer.summarize = assemble.summarize if wanted else unverified  # type: ignore[attr-defined]
         if self._witness is not None:
             for hook in self._witness.hooks:
                 hook.remove()
@@ -43,6 +43,8 @@ class Pausing(CaptureMixin):
             "host_bytes": host,
             "waited_for_copy": self._transfer.waited,
             "waited_for_writers": self._writer.memory.waited,
+            "writer_thread_seconds": dict(self._writer.seconds),
+            "delivering_seconds": getattr(self._transfer, "delivering", 0.0),
         }
 
 

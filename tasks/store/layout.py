@@ -180,12 +180,14 @@ class StateSpec:
         """The part of :meth:`files` that exists before the commit: all but the loss mask and the record."""
         return self.files(num_tokens)[: -len(_MASK_PATHS) - 1]
 
-    def encode(self, chunk_LtH: npt.NDArray[Any]) -> tuple[bytes, bytes]:
-        """Encode one chunk; returns the payload and its four checksum bytes. The GIL is free meanwhile."""
+    def encode(self, chunk_LtH: npt.NDArray[Any]) -> tuple[bytes, bytes, int]:
+        """Encode one chunk: the payload, its four checksum bytes, and the crc32c of both. The GIL is free meanwhile."""
         payload: bytes = blosc.compress(
             chunk_LtH, b"zstd", 1, self.blosc_shuffle, _BLOCK_BYTES, self.stored_dtype.itemsize
         )
-        return payload, google_crc32c.value(payload).to_bytes(_CRC_BYTES, "little")
+        crc = google_crc32c.value(payload)
+        checksum: bytes = crc.to_bytes(_CRC_BYTES, "little")
+        return payload, checksum, google_crc32c.extend(crc, checksum)
 
     @cached_property
     def templates(self) -> "Templates":
@@ -199,6 +201,11 @@ class Templates:
     chunk_tokens: int
     arrays: Mapping[str, str]
     group: str
+
+    @property
+    def codecs(self) -> Any:
+        """Codecs of the states, as Zarr names them."""
+        return json.loads(self.arrays["hidden_states"])["codecs"]
 
     def array(self, name: str, num_tokens: int) -> bytes:
         """``zarr.json`` of an array of a sample."""

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import uuid
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -64,8 +65,17 @@ class StagingArea:
         return directory
 
     def drop(self, directory: Path) -> None:
-        shutil.rmtree(directory, ignore_errors=True)
-        self._locks.pop(directory).release()
+        lock = self._locks.pop(directory)
+        try:
+            shutil.rmtree(directory, ignore_errors=True)
+        finally:
+            lock.release()
+
+    def free_bytes(self) -> int:
+        existing = self._parent
+        while not existing.exists():
+            existing = existing.parent
+        return shutil.disk_usage(existing).free
 
     def collect(self) -> int:
         """Remove the directories whose owners are dead."""
@@ -91,6 +101,7 @@ class LocalBackend:
         self.url = str(self.root)
         self._private = self.root / PRIVATE
         self._staging = StagingArea(self._private / "staging")
+        self._descriptor: int | None = None
 
     def read(self, path: str) -> bytes:
         return (self.root / path).read_bytes()
@@ -133,12 +144,12 @@ class LocalBackend:
             try:
                 for number, data in enumerate(documents.values()):
                     (directory / str(number)).write_bytes(data)
-                _sync_file_system(directory)
+                self._barrier()
                 for number, path in enumerate(documents):
                     target = self.root / path
                     target.parent.mkdir(parents=True, exist_ok=True)
                     (directory / str(number)).replace(target)
-                _sync_file_system(self._private)
+                self._barrier()
             finally:
                 shutil.rmtree(directory, ignore_errors=True)
 
@@ -202,7 +213,7 @@ class LocalBackend:
                 (sample.directory / RECORD).write_bytes(sample.record)
             # One barrier for all files of all samples: everything is on the disk before anything is visible. The
             # renames reach the disk with the next barrier, that of the manifest at the latest.
-            _sync_file_system(self._private)
+            self._barrier()
             for sample in samples:
                 target = self.root / sample_path(sample.key)
                 try:
@@ -225,39 +236,39 @@ class LocalBackend:
                 source.rename(target)
             except FileNotFoundError:
                 return
-            _sync_file_system(self._private)
+            self._barrier()
 
     def lease(self, run: str) -> Lease:
         path = self._private / "writer.json"
         with storage_failures(path):
             path.parent.mkdir(parents=True, exist_ok=True)
+            if self._descriptor is None:
+                self._descriptor = os.open(self._private, os.O_RDONLY)
+                weakref.finalize(self, os.close, self._descriptor)
             try:
                 return FileLock(path, run)
             except BlockingIOError:
                 raise busy(self.url, _load(path)) from None
 
-    def free_bytes(self) -> int | None:
-        existing = self.root
-        while not existing.exists():
-            existing = existing.parent
-        return shutil.disk_usage(existing).free
+    def _barrier(self) -> None:
+        """Bring everything written so far to the disk: files, and the directories that name them.
 
-
-def _sync_file_system(path: Path) -> None:
-    """Bring everything written so far to the disk: files, and the directories that name them.
-
-    One barrier for many files costs little more than fsync of a single one.
-    """
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
+        One barrier for many files costs little more than fsync of a single one. It goes through a descriptor that
+        was opened before any of them was written, since the kernel reports to each only later failures to write.
+        """
+        assert self._descriptor is not None, "only a run that holds the lease writes"
         syncfs = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None)
         if syncfs is None:  # not Linux
             os.sync()
-        elif syncfs(descriptor) != 0:
+        elif syncfs(self._descriptor) != 0:
             code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code), str(path))
-    finally:
-        os.close(descriptor)
+            raise OSError(code, os.strerror(code), self.url)
+
+    def free_bytes(self) -> int | None:
+        return self._staging.free_bytes()
+
+    def staging_free_bytes(self) -> int:
+        return self._staging.free_bytes()
 
 
 def _load(path: Path) -> dict[str, object]:

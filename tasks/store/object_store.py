@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import json
 import os
+import shutil
 import tempfile
 import threading
 import time
@@ -143,10 +144,10 @@ class ObjectBackend:
 
     def incomplete(self, expected: Iterable[Expected]) -> Iterator[str]:
         shards: dict[str, list[Expected]] = defaultdict(list)
-        count = 0
-        for count, sample in enumerate(expected, 1):
+        for sample in expected:
             shards[sample[0][:2]].append(sample)
-        look_up = self._incomplete_of_shard if count <= _IN_FULL else self._absent_of_shard
+        in_full = sum(map(len, shards.values())) <= _IN_FULL
+        look_up = self._incomplete_of_shard if in_full else self._absent_of_shard
         for keys in self._pool.map(look_up, shards.values()):
             yield from keys
 
@@ -195,9 +196,12 @@ class ObjectBackend:
         # The map raises the first failure; nothing has a completion record by then.
         for _ in self._pool.map(lambda upload: self._upload(*upload), uploads):
             pass
-        return list(
+        published = list(
             self._pool.map(lambda sample: self.create(f"{sample_path(sample.key)}/{RECORD}", sample.record), samples)
         )
+        for sample in samples:
+            shutil.rmtree(sample.directory)
+        return published
 
     def _upload(self, sample: Publication, path: str, size: int, crc: int) -> None:
         data = (sample.directory / path).read_bytes()
@@ -217,6 +221,9 @@ class ObjectBackend:
 
     def free_bytes(self) -> int | None:
         return None
+
+    def staging_free_bytes(self) -> int:
+        return self._staging.free_bytes()
 
     def modified(self, path: str) -> datetime:
         """When an object was last written, by the server's clock."""

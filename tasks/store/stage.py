@@ -20,9 +20,9 @@ from tasks.store.layout import StateSpec, check_key, seal
 STAGE = "tasks.store.stage:stage_states"
 """The name by which the engine's worker processes find :func:`stage_states`."""
 
-# Larger files are flushed when written, so that the page cache does not fill up with states ahead of the disk;
-# smaller ones are flushed together by the commit, which spares small samples most of the cost.
-FLUSH_BYTES = 1 << 20
+# The commit brings all files of many samples to the disk at once. The disk is told to begin with larger ones when
+# they are written, so that the page cache does not fill up with states and the commit has little to wait for.
+_BEGIN_BYTES = 1 << 20
 
 
 def stage_states(
@@ -74,7 +74,7 @@ def stage_states(
 
     quantizer = Quantizer(spec, num_tokens) if spec.is_fp8 else None
 
-    def encode(j: int) -> tuple[bytes, bytes]:
+    def encode(j: int) -> tuple[bytes, bytes, int]:
         chunk_LtH = states_LTH[:, j * spec.chunk_tokens : (j + 1) * spec.chunk_tokens]
         return spec.encode(_pad(quantizer(chunk_LtH, j) if quantizer else chunk_LtH, spec, num_tokens))
 
@@ -85,8 +85,9 @@ def stage_states(
         run = executor.map if executor is not None else map
         # An executor would take all chunks at once; a window keeps memory bounded.
         for window in _windows(spec.num_chunks(num_tokens), 16):
-            for j, parts in zip(window, run(encode, window), strict=True):
-                write(f"hidden_states/c.0.{j}.0", *parts)
+            for j, (payload, checksum, crc) in zip(window, run(encode, window), strict=True):
+                path = f"hidden_states/c.0.{j}.0"
+                written[path] = write_file(f"{directory}/{path}", payload, checksum, crc=crc)
         if quantizer:
             write_array("scales", "c.0.0", quantizer.scales_LT)
             write_array("quantization_error", "c.0.0", quantizer.error_L2)
@@ -109,11 +110,12 @@ def _pad(rows_LtH: npt.NDArray[Any], spec: StateSpec, num_tokens: int) -> npt.ND
     return padded
 
 
-def write_file(path: str, *parts: bytes) -> tuple[int, int]:
-    """Write a file; returns its bytes and crc32c. Large ones are flushed to the disk before this returns."""
-    crc = 0
-    for part in parts:
-        crc = google_crc32c.extend(crc, part)
+def write_file(path: str, *parts: bytes, crc: int | None = None) -> tuple[int, int]:
+    """Write a file; returns its bytes and crc32c, which is not computed again where it is known."""
+    if crc is None:
+        crc = 0
+        for part in parts:
+            crc = google_crc32c.extend(crc, part)
     size = sum(map(len, parts))
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
@@ -121,8 +123,8 @@ def write_file(path: str, *parts: bytes) -> tuple[int, int]:
             view = memoryview(part)
             while view:
                 view = view[os.write(descriptor, view) :]
-        if size >= FLUSH_BYTES:
-            os.fsync(descriptor)
+        if size >= _BEGIN_BYTES and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # on Linux, starts writing back
     finally:
         os.close(descriptor)
     return size, crc

@@ -212,6 +212,7 @@ class Store:
             "identity_digest": self.identity.digest,
             "logical_dtype": self.identity.dtype,
             "chunk_tokens": self.spec.chunk_tokens,
+            "codecs": self.spec.templates.codecs,
             "created": _now(),
         }
         if final_norm is not None:
@@ -234,10 +235,12 @@ class Store:
 
     def close(self) -> None:
         """Let other runs write to the store, and drop what is staged."""
-        if self._staging is not None:
-            self.backend.drop_staging(self._staging)
-            self._staging = None
-        self._lease.release()
+        try:
+            if self._staging is not None:
+                self.backend.drop_staging(self._staging)
+                self._staging = None
+        finally:
+            self._lease.release()
 
     # --- what is there
 
@@ -316,6 +319,8 @@ class Store:
                         layout.parse_record(publication.record, self.spec)
                     )
                     self._release(publication.key)
+            for key in {sample.key for sample in samples} - {sample.key for sample in fresh}:
+                shutil.rmtree(staging / key, ignore_errors=True)
         return committed
 
     def _check_staged(self, staging: Path, sample: StagedSample) -> None:

@@ -6,8 +6,10 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from tasks.model import Checkpoint, final_norm
+from tasks.report.log import logger
 from tasks.report.summary import Outcome
 from tasks.samples import SampleTable
+from tasks.store.maintenance import preflight
 from tasks.store.store import FinalNorm, SourceRecord, StagedSample, Store
 from tasks.vocabulary import Chunk, Identity, PlannedSample, Verdict
 
@@ -24,6 +26,17 @@ def record_reused(chunks: Sequence[Chunk], table: SampleTable, store: Store) -> 
     reused = [sample for chunk in chunks for sample in chunk.samples if sample.key not in missing]
     _record_sources(reused, table, store)
     return len(reused)
+
+
+def require_room(chunks: Sequence[Chunk], store: Store, force: bool) -> None:
+    """Refuse a run whose missing samples do not fit into the store's free space.
+
+    Raises:
+        NoSpace: says how much is needed, in all and per 1M tokens.
+    """
+    missing = [sample for chunk in chunks for sample in chunk.missing]
+    room = preflight(store, sum(sample.num_tokens for sample in missing), len(missing), force=force)
+    logger.info(f"room in {store.url}: {room}")
 
 
 @task(name="commit", task_run_name="commit {chunk.name}", cache_policy=NO_CACHE, persist_result=False)

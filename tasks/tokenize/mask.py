@@ -239,8 +239,8 @@ def tidied(text: str, span: Span, tokenizer: TextTokenizer, ends_with_turn: bool
     if empty:
         start = empty.end()
     if not ends_with_turn:
-        for content, token in tokenizer.added.items():
-            if token in tokenizer.end_ids and text.startswith(content, end):
-                return start, end + len(content)
+        for token in tokenizer.end_tokens:
+            if text.startswith(token, end):
+                return start, end + len(token)
     turn = text[start:end].rstrip()
     return (start, start + len(turn)) if turn.endswith(tokenizer.control_strings) else (start, end)

@@ -17,13 +17,14 @@ from tasks.tokenize.config import Columns, Data
 from tasks.tokenize.encode import Encoded, RowEncoder
 from tasks.tokenize.errors import BadRow, BadRowError, Problem
 from tasks.tokenize.report import MAX_PROBLEMS, How, TokenizeReport
-from tasks.tokenize.rows import Item, decode, parse
+from tasks.tokenize.rows import Item, decode, parse, printable
 from tasks.tokenize.sources import MAX_LINE_BYTES, Row, rows
 from tasks.tokenize.workers import map_in_processes
 from tasks.vocabulary import Identity
 
 BATCH_ROWS = 64
 BATCH_BYTES = 2**20
+MAX_DETAIL = 500
 POOL_FROM_BATCHES = 8  # smaller inputs are done before another process has started
 
 Progress = Callable[[int, int], None]
@@ -203,7 +204,8 @@ def _outcome(job: Job, row: Row, encoded: Encoded | BadRow) -> Outcome:
             raise encoded
         samples = _cut(job, encoded)
     except BadRow as e:
-        return Outcome(row.number, row.source, problem=Problem(row.file, row.number, e.reason, e.detail))
+        detail = printable(e.detail) if len(e.detail) <= MAX_DETAIL else printable(e.detail[:MAX_DETAIL]) + "..."
+        return Outcome(row.number, row.source, problem=Problem(row.file, row.number, e.reason, detail))
     truncated = len(encoded.input_ids) > job.max_tokens and job.data.overflow == "truncate"
     return Outcome(row.number, row.source, samples, encoded.how, truncated, dict(encoded.counts))
 

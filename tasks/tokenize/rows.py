@@ -347,3 +347,8 @@ def text_of(message: Message) -> str:
     """What a turn says, without reasoning and tool calls."""
     content = message["content"]
     return content if isinstance(content, str) else "\n".join(cast(str, part["text"]) for part in content)
+
+
+def printable(text: str) -> str:
+    """The text with characters that would steer the terminal made visible."""
+    return "".join(c if c in "\n\t" or c.isprintable() or ord(c) > 0xFF else f"\\x{ord(c):02x}" for c in text)

@@ -1,6 +1,8 @@
 """Tokenized conversations and statistics for a person at a terminal."""
 
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -9,14 +11,36 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from tasks.model import Checkpoint
 from tasks.samples import Sample, SampleTable
+from tasks.tokenize.config import Data
+from tasks.tokenize.pipeline import tokenize
 from tasks.tokenize.report import TokenizeReport
+from tasks.tokenize.rows import printable
+from tasks.tokenize.tokenizer import TextTokenizer
+from tasks.vocabulary import Identity
 
 SUPERVISED = "bold green"
 OTHER = "dim"
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text, control tokens included, e.g. ``TextTokenizer(directory).encoder.decode``."""
+
+
+def preview(
+    console: Console, data: Data, checkpoint: Checkpoint, identity: Identity, max_model_len: int, count: int
+) -> TokenizeReport:
+    """Tokenize the data as a run would, print the first ``count`` samples and the statistics, and keep nothing.
+
+    Raises:
+        TokenizeError: see :func:`tasks.tokenize.pipeline.tokenize`.
+    """
+    with tempfile.TemporaryDirectory(prefix="layertap-") as scratch:
+        path = Path(scratch) / "samples.arrow"
+        report = tokenize(data, checkpoint, identity, max_model_len, path)
+        decode = TextTokenizer(checkpoint.path, checkpoint.trust_remote_code).encoder.decode if count else str
+        show(console, SampleTable(path), report, decode, count)
+    return report
 
 
 def show(console: Console, table: SampleTable, report: TokenizeReport, decode: Decode, count: int) -> None:
@@ -41,11 +65,6 @@ def stretches(sample: Sample) -> Iterator[tuple[npt.NDArray[np.int32], bool]]:
     edges = np.flatnonzero(np.diff(sample.loss_mask)) + 1
     for ids, mask in zip(np.split(sample.input_ids, edges), np.split(sample.loss_mask, edges), strict=True):
         yield ids, bool(mask[0])
-
-
-def printable(text: str) -> str:
-    """The text with characters that would steer the terminal made visible."""
-    return "".join(c if c in "\n\t" or c.isprintable() or ord(c) > 0xFF else f"\\x{ord(c):02x}" for c in text)
 
 
 def statistics(report: TokenizeReport, num_tokens: npt.NDArray[np.int32]) -> RenderableType:

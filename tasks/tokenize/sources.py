@@ -105,6 +105,7 @@ def files(path: Path) -> list[Path]:
         SourceError: there is none, or one is of an unknown format.
     """
     path = path.expanduser()
+    path = path.expanduser()
     if path.exists():
         found = [path]
     elif glob.has_magic(path.name):
@@ -183,6 +184,8 @@ def _load(source: Source) -> Any:
     import datasets  # takes seconds, and most data is files
 
     name, split = str(source.dataset), source.split or DEFAULT_SPLIT
+    if Path(name).expanduser().is_dir():
+        name = str(Path(name).expanduser())
     saved = any((Path(name) / f).is_file() for f in ("state.json", "dataset_dict.json"))
     try:
         if saved:

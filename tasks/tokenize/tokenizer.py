@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tasks.tokenize.errors import TokenizerError
 
-CACHE_CHARS = 16 * 2**20
+CACHE_BYTES = 64 * 2**20
 CACHE_ENTRY_CHARS = 2**17
 
 CONTROL_IN_TEXT = re.compile(r"<\|[^\s|<>]{1,60}\|>|<｜[^\s｜<>]{1,60}｜>")
@@ -114,8 +114,9 @@ class TextTokenizer:
         """Added tokens that structure a conversation and that no text should be able to forge."""
         self.control_strings = tuple(self.control)
         self.bos: str | None = self.hf.bos_token
-        self.end_ids = frozenset(_end_ids(directory, self.hf))
-        """Ids at which the model's generation ends."""
+        end_ids = set(_end_ids(directory, self.hf))
+        self.end_tokens = tuple(t for t, i in added.items() if i in end_ids)
+        """Tokens at which the model's generation ends."""
         self.encoder: Encoder = SlowEncoder(self.hf) if self.custom else FastEncoder(self.hf.backend_tokenizer)
         self._pattern = _pattern(self.hf.added_tokens_decoder.values())
         self._control_pattern = re.compile(
@@ -124,7 +125,8 @@ class TextTokenizer:
         tags = sorted(set(added) - self.control, key=len, reverse=True)
         self._tag_pattern = re.compile("|".join(map(re.escape, tags)) or r"(?!)")
         self._cache: dict[tuple[str, bool], list[int]] = {}
-        self._cached_chars = 0
+        self._long: list[tuple[str, bool]] = []
+        self._cached_bytes = 0
         self._adds_bos = _adds_bos(directory, self.hf)
         declared = _json(directory / "tokenizer_config.json").get("added_tokens_decoder") or {}
         self._declared = {str(t["content"]): int(i) for i, t in declared.items()}
@@ -168,22 +170,29 @@ class TextTokenizer:
         encoded = self.encoder.encode([t for t, _ in missing], [f for _, f in missing])
         for key, ids in zip(missing, encoded, strict=True):
             self._cache[key] = ids
-            self._cached_chars += len(key[0])
+            self._cached_bytes += _cost(key[0], ids)
+            if len(key[0]) > CACHE_ENTRY_CHARS:
+                self._long.append(key)
 
     def trim_cache(self) -> None:
         """Forget long texts, and the oldest ones beyond the cache's size."""
-        for key in [k for k in self._cache if len(k[0]) > CACHE_ENTRY_CHARS]:
-            self._cached_chars -= len(key[0])
-            del self._cache[key]
-        while self._cached_chars > CACHE_CHARS:
+        for key in self._long:
+            self._cached_bytes -= _cost(key[0], self._cache.pop(key))
+        self._long.clear()
+        while self._cached_bytes > CACHE_BYTES:
             oldest = next(iter(self._cache))
-            self._cached_chars -= len(oldest[0])
-            del self._cache[oldest]
+            self._cached_bytes -= _cost(oldest[0], self._cache.pop(oldest))
+
+    @property
+    def cached(self) -> list[str]:
+        """Texts in the cache."""
+        return [text for text, _ in self._cache]
 
     def forget(self) -> None:
         """Empty the cache."""
         self._cache.clear()
-        self._cached_chars = 0
+        self._long.clear()
+        self._cached_bytes = 0
 
     def encode(self, text: str, first: bool) -> list[int]:
         """Ids of ordinary text."""
@@ -230,7 +239,7 @@ class TextTokenizer:
                     f"the chat template writes {found[0]!r}, which is no token of the tokenizer; they do not belong "
                     "together"
                 )
-        named = {t: i for t, i in self.added.items() if t in template or i in self.end_ids}
+        named = {t: i for t, i in self.added.items() if t in template or t in self.end_tokens}
         for content, token in named.items():
             declared = self._declared.get(content, token)
             decoded, encoded = self.encoder.decode([token]), self._reference(content)
@@ -249,6 +258,11 @@ class TextTokenizer:
         return list(self.hf.encode(text, add_special_tokens=False))
 
 
+def _cost(text: str, ids: list[int]) -> int:
+    """About how many bytes an entry of the cache takes."""
+    return 300 + 2 * len(text) + 16 * len(ids)
+
+
 def load(directory: Path, trust_remote_code: bool) -> tuple[Any, bool]:
     """The tokenizer in a checkpoint's directory, and whether it is in Python that the checkpoint ships.
 
@@ -258,20 +272,21 @@ def load(directory: Path, trust_remote_code: bool) -> tuple[Any, bool]:
     Raises:
         TokenizerError: there is none, or it is code that may not run.
     """
-    if (directory / "tokenizer.json").is_file():
-        return PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True), False
+    fast = (directory / "tokenizer.json").is_file()
     config = _json(directory / "tokenizer_config.json")
-    if not config:
+    if not fast and not config:
         raise TokenizerError(f"no tokenizer.json or tokenizer_config.json in {directory}")
-    custom = (config.get("auto_map") or {}).get("AutoTokenizer")
-    if custom and not trust_remote_code:
+    code = (config.get("auto_map") or {}).get("AutoTokenizer")
+    if not fast and code and not trust_remote_code:
         raise TokenizerError(
-            f"the tokenizer in {directory} is Python code that the checkpoint ships ({custom}); "
+            f"the tokenizer in {directory} is Python code that the checkpoint ships ({code}); "
             "set `model.trust_remote_code: true` if you trust it"
         )
-    from transformers import AutoTokenizer  # imports torch, which takes seconds in each process
-
     try:
+        if fast:
+            return PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True), False
+        from transformers import AutoTokenizer  # imports torch, which takes seconds in each process
+
         tokenizer = AutoTokenizer.from_pretrained(
             str(directory), trust_remote_code=trust_remote_code, local_files_only=True
         )
@@ -291,8 +306,10 @@ def _end_ids(directory: Path, tokenizer: Any) -> Iterable[int]:
     if tokenizer.eos_token_id is not None:
         yield tokenizer.eos_token_id
     for name in ("generation_config.json", "config.json"):
-        ids = _json(directory / name).get("eos_token_id")
-        yield from ids if isinstance(ids, list) else [] if ids is None else [ids]
+        config = _json(directory / name)
+        for part in (config, config.get("text_config") or {}):  # of a model with vision
+            ids = part.get("eos_token_id")
+            yield from ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
 def _adds_bos(directory: Path, tokenizer: Any) -> bool:

@@ -52,7 +52,8 @@ def s3_server(directory: Path) -> Iterator[dict[str, str]]:
         [
             program, "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={directory}", "-s3", f"-s3.port={s3}",
             f"-s3.config={directory / 's3.json'}", f"-master.port={master}", f"-volume.port={volume}",
-            f"-filer.port={filer}", "-volume.max=8", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.volumeSizeLimitMB=1024",
+            f"-filer.port={filer}", "-volume.max=8", "-s3.port.iceberg=0", "-s3.port.lance=0",
+            "-master.volumeSizeLimitMB=1024",
         ],
         stdout=log,
         stderr=subprocess.STDOUT,
@@ -81,7 +82,7 @@ def _create_bucket(environment: dict[str, str], server: "subprocess.Popen[bytes]
             answer.close()
         except OSError:
             if server.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"SeaweedFS did not start, see {server.args}") from None
+                raise RuntimeError(f"SeaweedFS did not start, see {server.args!r}") from None
             time.sleep(0.2)
             continue
         break

@@ -9,6 +9,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from infra.assets.tokenizers import tokenizer as kimi
+from tasks.tokenize import tokenizer as tokenizer_module
 from tasks.tokenize.errors import BadRow, TokenizerError
 from tasks.tokenize.tokenizer import SELF_TEST
 from tests.tokenize.conftest import CHATML, Maker, chat, encode, encoder, supervised, whole
@@ -332,6 +333,13 @@ def test_code_of_a_checkpoint_runs_only_when_asked(tmp_path: Path) -> None:
         encoder(tmp_path)
 
 
+def test_a_damaged_tokenizer_says_so(make_checkpoint: Maker) -> None:
+    directory = make_checkpoint()
+    (directory / "tokenizer.json").write_text("{}")
+    with pytest.raises(TokenizerError, match="cannot be loaded"):
+        encoder(directory)
+
+
 def test_a_directory_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"no tokenizer\.json or tokenizer_config\.json"):
         encoder(tmp_path)
@@ -397,3 +405,18 @@ def test_pieces_of_a_tokenizer_that_marks_the_start_of_a_text(tmp_path: Path) ->
     )
     assert encoded.input_ids.tolist() == tokenizer.encode(text).ids
     assert encode(rows, {"text": "Hello you"}).input_ids.tolist() == tokenizer.encode("Hello you").ids
+
+
+def test_the_cache_of_pieces_is_bounded_and_changes_nothing(chatml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = encoder(chatml)
+    long = "The quick brown fox. " * 100
+    chats = [chat(f"{i} {long}" if i % 3 == 0 else f"Question {i}?", f"Answer {i}.") for i in range(30)]
+    expected = [encode(rows, row).input_ids.tolist() for row in chats]
+    monkeypatch.setattr(tokenizer_module, "CACHE_BYTES", 2000)
+    monkeypatch.setattr(tokenizer_module, "CACHE_ENTRY_CHARS", 200)
+    rows = encoder(chatml)
+    for row, ids in zip(chats, expected, strict=True):
+        assert encode(rows, row).input_ids.tolist() == ids
+        kept = rows.tokenizer.cached
+        assert sum(map(len, kept)) <= 2000
+        assert max(map(len, kept), default=0) <= 200

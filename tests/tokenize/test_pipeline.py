@@ -10,7 +10,7 @@ import pytest
 import zstandard
 
 from tasks.samples import SampleTable
-from tasks.tokenize.config import Data
+from tasks.tokenize.config import Data, Source
 from tasks.tokenize.errors import BadRowError, SourceError, TokenizerError
 from tasks.tokenize.pipeline import tokenize
 from tasks.tokenize.report import TokenizeReport
@@ -166,6 +166,21 @@ def test_duplicates_are_counted_and_keep_their_ids(run: Run) -> None:
     report, table = run([IDS, IDS | {"id": "again"}, IDS | {"id": "third", "loss_mask": [1, 1, 1]}, GOOD[0]])
     assert (report.kept, report.duplicates, report.ids_used_twice) == (4, 2, 0)
     assert table.keys[0] == table.keys[1] == table.keys[2] != table.keys[3]
+
+
+def test_duplicates_across_sources(run: Run) -> None:
+    first, second = run.file([GOOD[0], IDS], "a.jsonl"), run.file([IDS | {"id": "twin"}, GOOD[1]], "b.jsonl")
+    data = Data(sources=(Source(path=first), Source(path=second)), processes=1)
+    report, table = run(data)
+    assert (report.kept, report.duplicates, report.by_source) == (4, 1, [2, 2])
+    keys = {table[i].source_id: table[i].key for i in range(4)}
+    assert keys["ids"] == keys["twin"]
+    assert len(set(keys.values())) == 3
+
+
+def test_what_a_row_says_cannot_steer_the_terminal(run: Run) -> None:
+    report, _ = run([{"messages": [{"role": "\x1b[2J", "content": None}]}])
+    assert report.problems[0].detail == "`messages[0]`: a \\x1b[2J turn needs `content`"
 
 
 def test_an_id_that_stands_for_two_contents_is_counted(run: Run) -> None:

@@ -1,5 +1,6 @@
 """What a person sees of the tokenized data."""
 
+import json
 from io import StringIO
 from pathlib import Path
 
@@ -11,10 +12,12 @@ from rich.text import Text
 
 from tasks.report.lengths import draw_lengths
 from tasks.samples import Sample, SampleTable, SampleTableWriter
+from tasks.tokenize.config import Data
 from tasks.tokenize.errors import Problem
 from tasks.tokenize.report import TokenizeReport
-from tasks.tokenize.show import OTHER, SUPERVISED, conversation, show
-from tests.tokenize.conftest import chat, encode, encoder
+from tasks.tokenize.show import OTHER, SUPERVISED, conversation, preview, show
+from tasks.vocabulary import Identity
+from tests.tokenize.conftest import chat, checkpoint, encode, encoder
 
 
 def sample(source_id: str, ids: list[int], mask: list[int]) -> Sample:
@@ -81,3 +84,13 @@ def test_the_histogram_of_lengths_is_a_picture(tmp_path: Path, lengths: list[int
     picture = imread(tmp_path / "lengths.png")
     assert picture.shape[:2] == (468, 910)
     assert len(np.unique(picture.reshape(-1, picture.shape[2]), axis=0)) > 10
+
+
+def test_a_preview_shows_what_a_run_would_tokenize(chatml: Path, identity: Identity, tmp_path: Path) -> None:
+    (tmp_path / "c.jsonl").write_text(json.dumps(chat("Hello", "Hi!")) + "\n{\n")
+    out = StringIO()
+    data = Data(path=tmp_path / "c.jsonl", processes=1)
+    report = preview(Console(file=out, width=100), data, checkpoint(chatml), identity, 100, 5)
+    assert (report.kept, report.skipped) == (1, {"json": 1})
+    assert "Hi!<|im_end|>" in out.getvalue()
+    assert "skipped: json" in out.getvalue()

@@ -127,6 +127,14 @@ def test_patterns_read_files_by_name(tmp_path: Path) -> None:
     assert found == [("a.jsonl", 1), ("a.jsonl", 2), ("b.jsonl", 1), ("b.jsonl", 2)]
 
 
+def test_a_tilde_is_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "c.jsonl", CHATS)
+    write(tmp_path / "saved", CHATS)
+    data = Data(sources=(Source(path=Path("~/c.jsonl")), Source(dataset="~/saved")))
+    assert [r.file for r in read(tmp_path, data)] == ["c.jsonl", "~/saved[train]"] * 2
+
+
 def test_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
     paths = []
     for name in ("a", "b"):

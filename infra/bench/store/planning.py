@@ -75,7 +75,7 @@ def link(root: Path, first: str, files: tuple[str, ...], all_keys: list[str]) ->
             shutil.copytree(root / first, base)
         directory = root / sample_path(key)
         for name in ("hidden_states", "input_ids", "loss_mask"):
-            os.makedirs(directory / name)
+            (directory / name).mkdir(parents=True)
         for file in files:
             os.link(base / file, directory / file)
 
@@ -92,7 +92,7 @@ def plan(url: str, samples: int) -> None:
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(
         f"{samples} samples: {done - start:.2f} s (manifest {opened - start:.2f}, files {done - opened:.2f}), "
-        f"processor {time.process_time() - cpu:.2f} s; {len(missing)} missing, memory +{(after - before) / 1024:.0f} MiB"
+        f"processor {time.process_time() - cpu:.2f} s; {len(missing)} missing, memory +{(after - before) // 1024} MiB"
     )
     assert not missing
 

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,19 +40,17 @@ def real_states(model_dir: Path, chats: Path, num_tokens: int) -> tuple[Bits, Bi
                 ids += tokenizer(str(message.get("content") or ""))["input_ids"]
             if len(ids) >= 2 * num_tokens:
                 break
+    captured: dict[int, torch.Tensor] = {}
+    for k in depths:
+        # Hooks rather than output_hidden_states, whose last entry is normalized.
+        model.model.layers[k - 1].register_forward_hook(
+            lambda _, __, out, k=k: captured.update({k: out[0] if isinstance(out, tuple) else out})
+        )
     found = []
     with torch.no_grad():
         for part in (ids[:num_tokens], ids[num_tokens : 2 * num_tokens]):
-            captured: dict[int, torch.Tensor] = {}
-            hooks = [
-                model.model.layers[k - 1].register_forward_hook(
-                    lambda _, __, out, k=k: captured.update({k: (out[0] if isinstance(out, tuple) else out)})
-                )
-                for k in depths
-            ]
+            captured.clear()
             model.model(torch.tensor([part]))
-            for hook in hooks:
-                hook.remove()
             states = torch.stack([captured[k].reshape(len(part), -1) for k in depths])
             found.append(states.contiguous().view(torch.uint16).numpy())
     return found[0], found[1]
@@ -74,7 +73,7 @@ def bounds(states: Bits) -> None:
     low, high = states & 0xFF, states >> 8
     exponent = (states >> 7) & 0xFF
     rest = (states & 0x7F) | ((states >> 8) & 0x80)
-    layers, tokens, hidden = states.shape
+    layers, _, hidden = states.shape
     depth = np.broadcast_to(np.arange(layers)[:, None, None], states.shape)
     channel = np.broadcast_to(np.arange(hidden), states.shape)
     print(f"two byte planes, order 0: ratio {16 / (entropy(low) + entropy(high)):.3f}")
@@ -102,7 +101,7 @@ def centred(states: Bits) -> tuple[Bits, npt.NDArray[np.uint8]]:
 
 def uncentred(pair: Bits, median: npt.NDArray[np.uint8]) -> Bits:
     exponent = ((pair >> 8).astype(np.uint8) + median[:, None]).astype(np.uint16)
-    return ((pair & 0x80) << 8) | (exponent << 7) | (pair & 0x7F)
+    return (((pair & 0x80) << 8) | (exponent << 7) | (pair & 0x7F)).astype(np.uint16)
 
 
 def trial(
@@ -167,7 +166,7 @@ def trials(states: Bits) -> None:
 
     def unfields(e: object) -> Bits:
         pair = np.frombuffer(blosc.decompress(e), dtype=np.uint16)
-        return ((pair & 0x80) << 8) | ((pair >> 8) << 7) | (pair & 0x7F)
+        return (((pair & 0x80) << 8) | ((pair >> 8) << 7) | (pair & 0x7F)).astype(np.uint16)
 
     trial("exponent apart from sign and mantissa, blosc(zstd 1)", chunk, fields, unfields, False)
 
@@ -175,8 +174,8 @@ def trials(states: Bits) -> None:
         pair, median = centred(s)
         return bytes(blosc.compress(pair, b"zstd", 1, 1, mib, 2)), median.tobytes()
 
-    def decode_centred(e: object) -> Bits:
-        packed, median = e  # type: ignore[misc]
+    def decode_centred(e: Any) -> Bits:
+        packed, median = e
         pair = np.frombuffer(blosc.decompress(packed), dtype=np.uint16).reshape(chunk.shape)
         return uncentred(pair, np.frombuffer(median, dtype=np.uint8).reshape(chunk.shape[0], chunk.shape[2]))
 
@@ -192,7 +191,7 @@ def trials(states: Bits) -> None:
     def unxor_depth(e: object) -> Bits:
         pair = np.frombuffer(blosc.decompress(e), dtype=np.uint16).reshape(chunk.shape)
         exponent = np.cumsum(pair >> 8, axis=0, dtype=np.uint8).astype(np.uint16)
-        return ((pair & 0x80) << 8) | (exponent << 7) | (pair & 0x7F)
+        return (((pair & 0x80) << 8) | (exponent << 7) | (pair & 0x7F)).astype(np.uint16)
 
     trial("exponent less that of the depth before, blosc(zstd 1)", chunk, xor_depth, unxor_depth, False)
 

@@ -1,0 +1,93 @@
+"""The verbs that look after a store: verify, repair, gc, stats."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+StoreArgument = Annotated[str, typer.Argument(help="Directory or URL of the store.")]
+
+
+def register(app: typer.Typer, console: Console) -> None:
+    """Add the verbs to the command line."""
+
+    @app.command()
+    def verify(
+        store: StoreArgument,
+        workers: Annotated[int, typer.Option(min=1, help="Samples read at a time.")] = 4,
+        resume: Annotated[
+            Path | None, typer.Option(help="A file that lets an interrupted call continue where it was.")
+        ] = None,
+        set_aside: Annotated[
+            bool,
+            typer.Option("--set-aside", help="Take damaged samples out; the next run extracts them again."),
+        ] = False,
+    ) -> None:
+        """Read every byte of a store and compare it with what was committed. Ends with 0 only if all is whole."""
+        from tasks.store import maintenance
+
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            line = bar.add_task("verifying")
+            found = maintenance.verify(
+                store,
+                workers=workers,
+                resume=resume,
+                set_aside=set_aside,
+                progress=lambda done, total, nbytes: bar.update(line, completed=done, total=total),
+            )
+        for key, problem in found.damaged.items():
+            console.print(f"damaged {key}: {problem}", highlight=False, soft_wrap=True)
+        for problem in found.store_problems:
+            console.print(f"store: {problem}", highlight=False, soft_wrap=True)
+        console.print(
+            f"{found.samples} samples checked, {found.nbytes / 1e6:,.1f} MB read, {len(found.damaged)} damaged, "
+            f"{len(found.unrecorded)} not in the manifest, {len(found.leftovers)} unfinished"
+        )
+        if not found.ok:
+            raise typer.Exit(1)
+
+    @app.command()
+    def repair(store: StoreArgument) -> None:
+        """Rebuild the manifest from the samples themselves."""
+        from tasks.store import maintenance
+
+        done = maintenance.repair(store)
+        for key, problem in done.damaged.items():
+            console.print(f"damaged {key}: {problem}", highlight=False, soft_wrap=True)
+        console.print(
+            f"{done.samples} samples listed ({done.added} added, {done.dropped} dropped), {done.groups} groups mended"
+        )
+
+    @app.command()
+    def gc(store: StoreArgument) -> None:
+        """Remove what dead runs left behind, and damaged samples that were set aside."""
+        from tasks.store import maintenance
+
+        done = maintenance.gc(store)
+        console.print(
+            f"removed {done.staging} staging directories, {done.set_aside} samples set aside, {done.leftovers} "
+            f"unfinished samples: {done.nbytes / 1e6:,.1f} MB"
+        )
+
+    @app.command()
+    def stats(store: StoreArgument) -> None:
+        """Counts, bytes and lengths of a store."""
+        from tasks.store import maintenance
+
+        found = maintenance.stats(store)
+        table = Table(title=store, title_justify="left", show_header=False)
+        table.add_row("samples", f"{found.samples:,} of {found.sources:,} source ids")
+        table.add_row("tokens", f"{found.tokens:,}")
+        table.add_row("lengths", ", ".join(f"{name} {value:,}" for name, value in found.lengths.items()))
+        table.add_row(
+            "bytes",
+            f"{found.stored_bytes / 1e6:,.1f} MB for {found.computed_bytes / 1e6:,.1f} MB of states, "
+            f"ratio {found.ratio:.2f}",
+        )
+        table.add_row("quarantined", f"{found.quarantined} samples")
+        for depth, error in (found.quantization_error or {}).items():
+            table.add_row(f"fp8 error r_{depth}", f"{error:.2%} of a row's norm, mean")
+        console.print(table)

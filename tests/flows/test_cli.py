@@ -1,0 +1,108 @@
+"""The command line: what it prints and how it ends."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from flows.cli import app
+from tasks.store import SourceRecord, StagedSample, StateSpec, Store
+from tasks.store.stage import stage_states
+from tests.test_vocabulary import IDENTITY
+
+LENGTHS = (5, 9)
+
+
+@pytest.fixture
+def filled(tmp_path: Path) -> Path:
+    """A store with two samples."""
+    url = tmp_path / "store"
+    with Store.open(url, IDENTITY, run="test") as store:
+        spec = StateSpec.of(IDENTITY)
+        samples = []
+        for n in LENGTHS:
+            ids = np.arange(n, dtype=np.int32)
+            states = np.random.default_rng(n).integers(0, 1000, size=IDENTITY.shape(n), dtype=np.uint16)
+            key = IDENTITY.key(ids)
+            objects = stage_states(store.staging(), key, spec, states, ids)
+            samples.append(StagedSample(key, n, objects, np.ones(n, bool), next_token=1, sources=(f"chat/{n}",)))
+        store.commit(samples)
+        store.record([SourceRecord(f"chat/{n}", s.key, s.loss_mask) for n, s in zip(LENGTHS, samples, strict=True)])
+    return url
+
+
+def invoke(*arguments: Any) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "200"})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+def a_data_file(store: Path) -> Path:
+    return max((p for p in (store / "samples").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+
+
+def test_show_lists_samples_with_shape_depths_and_source(filled: Path) -> None:
+    code, output = invoke("show", filled)
+    assert code == 0
+    assert "2 samples" in output
+    assert "[2, 9, 256]" in output
+    assert "r_1, r_3" in output
+    assert "chat/9" in output
+
+
+def test_verify_passes_on_a_whole_store_and_names_the_damaged_sample(filled: Path) -> None:
+    code, output = invoke("verify", filled)
+    assert (code, "2 samples checked" in output) == (0, True)
+    file = a_data_file(filled)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    code, output = invoke("verify", filled)
+    assert code == 1
+    assert "1 damaged" in output
+    assert f"damaged {IDENTITY.key(np.arange(9))}" in output
+
+
+def test_repair_lists_samples_whose_manifest_was_lost(filled: Path) -> None:
+    for segment in (filled / ".layertap" / "manifest").iterdir():
+        segment.unlink()
+    code, output = invoke("repair", filled)
+    assert (code, "2 samples listed (2 added" in output) == (0, True)
+    assert "chat/5" in invoke("show", filled)[1]
+
+
+def test_stats_and_gc(filled: Path) -> None:
+    code, output = invoke("stats", filled)
+    assert code == 0
+    assert "2 of 2 source ids" in output
+    assert "min 5" in output
+    code, output = invoke("gc", filled)
+    assert (code, "removed 0 staging directories" in output) == (0, True)
+
+
+@pytest.mark.parametrize("verb", ["show", "verify", "stats", "repair", "gc"])
+def test_what_is_no_store_is_an_error_and_stays_as_it_is(verb: str, tmp_path: Path) -> None:
+    from tasks.store.errors import StoreError
+
+    with pytest.raises(StoreError):
+        invoke(verb, tmp_path / "nothing")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_preset_that_is_wrong_ends_with_its_reason(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(json.dumps({"model": {"path": "m"}}))
+    code, output = invoke("extract", path)
+    assert code == 1
+    assert "layers" in output
+    assert "Field required" in output
+
+
+def test_doctor_explains_the_first_case_ever_reported() -> None:
+    code, output = invoke("doctor", "771*[512]", "--layers", 4, "--hidden", 7168, "--lengths", "512,259")
+    assert code == 0
+    assert "771 = 512 + 259" in output
