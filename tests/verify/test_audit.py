@@ -16,7 +16,9 @@ import numpy.typing as npt
 import pytest
 import torch
 from transformers import AutoTokenizer
+from typer.testing import CliRunner
 
+from flows.cli import app
 from infra.assets.chats import demo_chats
 from tasks.digest import row_digests, sample_digest
 from tasks.model import Checkpoint, read
@@ -275,6 +277,16 @@ def test_ids_that_the_key_does_not_stand_for_are_reported(extracted: Extracted, 
         store.commit([StagedSample(key, len(other), objects, mask, made.next_token)])
         store.record([SourceRecord("chat-0", key, mask)])
     assert reasons(audit(open_store(tmp_path / "s"), head)) == {"chat-0": {"token_ids"}}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(["--reference", "vllm"], "choose hf or solo"), (["--samples", "3"], "choose how with --reference")],
+)
+def test_the_command_line_says_what_to_change(options: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["audit", "nowhere", *options])
+    assert result.exit_code == 1
+    assert message in result.output
 
 
 def test_another_checkpoint_is_refused(extracted: Extracted) -> None:
