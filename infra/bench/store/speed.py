@@ -34,9 +34,10 @@ def write(place: Path, rounds: int, threads: int) -> None:
     with ThreadPoolExecutor(threads) as pool:
 
         def encode(states: np.ndarray) -> None:
-            for start in range(0, T, CHUNK_TOKENS):
-                chunk = np.ascontiguousarray(states[:, start : start + CHUNK_TOKENS])
-                google_crc32c.value(blosc.compress(chunk, b"zstd", 1, blosc.SHUFFLE, 1 << 20, 2))
+            for plane in states:
+                for start in range(0, T, CHUNK_TOKENS):
+                    chunk = plane[start : start + CHUNK_TOKENS]
+                    google_crc32c.value(blosc.compress(chunk, b"zstd", 1, blosc.SHUFFLE, 1 << 20, 2))
 
         def bare() -> None:
             list(pool.map(encode, samples))
@@ -90,7 +91,7 @@ def read(place: Path, rounds: int) -> None:
         for chunks in files:
             for data in chunks:
                 google_crc32c.value(data)
-                blosc.decompress(memoryview(data)[:-4], np.empty((4, CHUNK_TOKENS, H), dtype=np.uint16))
+                blosc.decompress(memoryview(data)[:-4], np.empty((1, CHUNK_TOKENS, H), dtype=np.uint16))
 
     def whole() -> None:
         for key in reader.keys:
