@@ -13,7 +13,7 @@ Letters in names and shapes: L captured depths, T tokens of one sample, H hidden
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -180,6 +180,10 @@ class Receipt:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    def without_values(self) -> "Receipt":
+        """The receipt without what only the verification needs; a run keeps the receipts of all its samples."""
+        return replace(self, last_row=None, profile=None, evidence=None)
 
     def to_evidence(self) -> dict[str, Any]:
         """The part that is kept of a refused sample: figures and digests, no values, in what JSON can hold."""

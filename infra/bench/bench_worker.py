@@ -1,10 +1,12 @@
 """Capture workers that can be told to stand aside, so that one engine runs plain prefill and extraction in turn."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tasks.extract import assemble, transfer
 from tasks.extract.capture import CaptureMixin, ask_for_depths
 from tasks.extract.witness import Witness
 
@@ -24,6 +26,14 @@ class Pausing(CaptureMixin):
             else:
                 self._witness = Witness(self.model_runner.get_model(), self._depths)
 
+    def bench_verify(self, wanted: bool) -> None:
+        """Capture with or without digests and witness; without, receipts say nothing true of the states."""
+        transfer.summarize = assemble.summarize if wanted else unverified  # type: ignore[attr-defined]
+        if self._witness is not None:
+            for hook in self._witness.hooks:
+                hook.remove()
+        self._witness = Witness(self.model_runner.get_model(), self._depths) if wanted else None
+
     def bench_report(self) -> dict[str, Any]:
         """Peak memory of this rank in bytes, and the seconds that the engine has waited so far."""
         status = Path("/proc/self/status").read_text().splitlines()
@@ -33,7 +43,28 @@ class Pausing(CaptureMixin):
             "host_bytes": host,
             "waited_for_copy": self._transfer.waited,
             "waited_for_writers": self._writer.memory.waited,
+            "writer_thread_seconds": dict(self._writer.seconds),
+            "delivering_seconds": getattr(self._transfer, "delivering", 0.0),
         }
+
+
+def unverified(
+    states: Sequence[torch.Tensor], input_ids: torch.Tensor, witness: Sequence[torch.Tensor] | None = None
+) -> assemble.RowSummary:
+    """A summary of a step that has not looked at the states."""
+    shape = (input_ids.shape[0], len(states))
+
+    def zeros(dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=input_ids.device)
+
+    return assemble.RowSummary(
+        zeros(torch.int64),
+        zeros(torch.float64),
+        zeros(torch.int32),
+        zeros(torch.bool),
+        zeros(torch.bool),
+        input_ids.to(torch.int32),
+    )
 
 
 def __getattr__(name: str) -> Any:

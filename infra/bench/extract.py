@@ -137,6 +137,8 @@ class Extractor:
         self.engine, self.store, self.size, self.chunk_tokens = engine, store, size, chunk_tokens
         self.spent = {"verify": 0.0, "commit": 0.0}
         self.stored_bytes = 0
+        self.computed_at = 0.0
+        """When the engine finished its last sample."""
         self.refused: list[str] = []
 
     def run(self, samples: list[npt.NDArray[np.int32]]) -> float:
@@ -146,11 +148,14 @@ class Extractor:
             done = []
             for chunk in self._chunks(samples):
                 keyed = {self.store.identity.key(ids): ids for ids in chunk}
-                receipts = self.engine.submit(Job(self.store.staging(), keyed))
+                receipts = self.engine.submit(Job(self.store.staging(), keyed, on_sample=self._computed))
                 done.append(pool.submit(self._finish, keyed, receipts))
             for each in done:
                 each.result()
         return time.perf_counter() - began
+
+    def _computed(self, key: str, num_tokens: int) -> None:
+        self.computed_at = time.perf_counter()
 
     def _chunks(self, samples: list[npt.NDArray[np.int32]]) -> list[list[npt.NDArray[np.int32]]]:
         chunks: list[list[npt.NDArray[np.int32]]] = [[]]
@@ -272,8 +277,14 @@ def main() -> None:
                 plain_s = time.perf_counter() - began
                 running.rpc("bench_pause", False)
                 before = extractor.stored_bytes
+                began = time.perf_counter()
                 full_s = extractor.run(batch)
-                print(f"turn {turn}: {tokens} tokens, plain {plain_s:.2f} s, extraction {full_s:.2f} s", flush=True)
+                computed_s = extractor.computed_at - began
+                print(
+                    f"turn {turn}: {tokens} tokens, plain {plain_s:.2f} s, extraction {full_s:.2f} s, of which the "
+                    f"engine computed {computed_s:.2f} s; {running.rpc('bench_report')}",
+                    flush=True,
+                )
                 if turn >= 0:
                     plain.append(tokens / plain_s)
                     full.append(tokens / full_s)

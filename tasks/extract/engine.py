@@ -22,6 +22,7 @@ from tasks.extract.capture import OWNER_VARIABLE
 from tasks.extract.checks import StartupError, vllm_version
 from tasks.extract.config import Engine
 from tasks.model import Checkpoint
+from tasks.verify.diagnose import Expected, explain
 from tasks.vocabulary import DType, Receipt, RowEvidence, digest_ids
 
 POLL_SECONDS = 0.02  # how often receipts that are still being written are asked for
@@ -254,7 +255,9 @@ class CaptureEngine:
             for receipt in receipts:
                 problem = receipt.error
                 if problem is None and receipt.shape != shape:
-                    problem = f"shape {receipt.shape}, expected {shape}"
+                    wanted = Expected(shape[0], shape[2], (shape[1],), receipt.world_size, spec.checkpoint.num_layers)
+                    likely = explain([tuple(receipt.shape)], wanted)
+                    problem = f"shape {list(receipt.shape)}, expected {list(shape)}: {likely}"
                 if problem is None and receipt.dtype != spec.dtype:
                     problem = f"element type {receipt.dtype}, expected {spec.dtype}"
                 if problem is None and any(receipt.unlike_rows or ()):

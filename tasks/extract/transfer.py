@@ -87,6 +87,8 @@ class PinnedRing:
         device: torch.device,
     ) -> None:
         self.waited = 0.0
+        self.delivering = 0.0
+        """Seconds that the thread has spent on placing rows in samples' memory."""
         self._deliver, self._keeps = deliver, keeps
         self._num_depths, self._hidden_size = num_depths, hidden_size
         self._stream = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
@@ -155,7 +157,9 @@ class PinnedRing:
                 item.arrived.synchronize()
                 used = self._num_depths * item.num_rows * self._hidden_size
                 states = tuple(item.pinned[:used].view(self._num_depths, item.num_rows, self._hidden_size))
+                began = perf_counter()
                 self._deliver(item.places, states, item.summary)
+                self.delivering += perf_counter() - began
             except BaseException as error:  # reported by `idle`, on the thread that can stop the engine
                 self._error = error
             self._free.put(item.pinned)

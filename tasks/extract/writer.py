@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,8 @@ class Writer:
         self._rank, self._world_size, self._dtype = rank, world_size, dtype
         self._stage, self._stage_spec = stage, stage_spec
         self.memory = HostMemory(limit_bytes)
+        self.seconds = {"digest": 0.0, "stage": 0.0}
+        """Where the threads' time went, summed over them."""
         self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="layertap-writer")
         self._receipts: dict[str, Future[Receipt]] = {}
         self._row_digests: dict[str, npt.NDArray[np.int64]] = {}
@@ -87,10 +90,14 @@ class Writer:
         states_LTH, buffer = sample.states_LTH, sample.buffer
         if states_LTH is None or buffer is None:
             return self._receipt(sample)
+        began = perf_counter()
         try:
             arrived_TL = np.stack([digest.row_digests(rows_TH).numpy() for rows_TH in states_LTH], axis=1)
+            digested = perf_counter()
             bits = states_LTH.view(torch.uint16) if states_LTH.dtype == torch.bfloat16 else states_LTH
             objects = self._stage(sample.directory, sample.key, self._stage_spec, bits.numpy(), sample.input_ids_T)
+            self.seconds["digest"] += digested - began
+            self.seconds["stage"] += perf_counter() - digested
             changed_TL, unwritten_TL = _changes(sample, states_LTH, arrived_TL)
             return replace(
                 self._receipt(sample, objects=objects),

@@ -6,9 +6,11 @@ import random
 import threading
 from collections.abc import Sequence
 
+import numpy as np
+
 from tasks.vocabulary import Profile, Receipt
 
-REMEMBERED = 512
+REMEMBERED = 256
 """Samples that are drawn; of more, a random choice."""
 
 
@@ -40,6 +42,7 @@ class Profiles:
 def draw(profiles: Profiles, title: str) -> bytes:
     """PNG with one panel a depth: row RMS over token position, single samples thin, rows that stand out as crosses."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.collections import LineCollection
     from matplotlib.figure import Figure
 
     depths = profiles.depths
@@ -49,23 +52,15 @@ def draw(profiles: Profiles, title: str) -> bytes:
     FigureCanvasAgg(figure)
     panels = figure.subplots(lines, columns, squeeze=False, sharex=True).ravel()
     for d, (panel, depth) in enumerate(zip(panels, depths, strict=False)):
-        peaks = 0
-        for profile in profiles.kept:
-            positions = [position + 1 for position in profile.positions]
-            panel.plot(positions, profile.rms[d], color="tab:blue", alpha=0.25, linewidth=0.6)
-            if profile.peaks[d]:
-                peaks += len(profile.peaks[d])
-                panel.plot(
-                    [position + 1 for position, _ in profile.peaks[d]],
-                    [rms for _, rms in profile.peaks[d]],
-                    linestyle="",
-                    marker="x",
-                    markersize=4,
-                    color="tab:red",
-                )
-        panel.set(title=f"r_{depth}, {peaks} outliers", xscale="log", yscale="log")
+        lines_P2 = [np.column_stack((np.add(profile.positions, 1), profile.rms[d])) for profile in profiles.kept]
+        panel.add_collection(LineCollection(lines_P2, colors="tab:blue", alpha=0.25, linewidths=0.6))
+        peaks = [(position + 1, rms) for profile in profiles.kept for position, rms in profile.peaks[d]]
+        if peaks:
+            panel.plot(*zip(*peaks, strict=True), linestyle="", marker="x", markersize=4, color="tab:red")
+        panel.set(title=f"r_{depth}, {len(peaks)} outliers", xscale="log", yscale="log")
         panel.set_xlabel("token position, from 1")
         panel.set_ylabel("row RMS")
+        panel.autoscale()
     for panel in panels[len(depths) :]:
         panel.set_visible(False)
     figure.suptitle(f"{title}: row RMS of {len(profiles.kept)} of {profiles.seen} samples; x: 8 times the median row")

@@ -100,6 +100,9 @@ class Backend(Files, Protocol):
     def free_bytes(self) -> int | None:
         """Room left, where the place has such a limit."""
 
+    def staging_free_bytes(self) -> int:
+        """Room left where samples are staged."""
+
 
 def open_backend(url: str | os.PathLike[str], staging_dir: Path | None = None) -> Backend:
     """Backend for a path, a ``file://`` URL, or any URL that obstore knows, such as ``s3://bucket/prefix``.

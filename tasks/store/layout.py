@@ -202,6 +202,11 @@ class Templates:
     arrays: Mapping[str, str]
     group: str
 
+    @property
+    def codecs(self) -> Any:
+        """Codecs of the states, as Zarr names them."""
+        return json.loads(self.arrays["hidden_states"])["codecs"]
+
     def array(self, name: str, num_tokens: int) -> bytes:
         """``zarr.json`` of an array of a sample."""
         return self._fill(self.arrays[name], num_tokens).encode()

@@ -71,6 +71,12 @@ class StagingArea:
         finally:
             lock.release()
 
+    def free_bytes(self) -> int:
+        existing = self._parent
+        while not existing.exists():
+            existing = existing.parent
+        return shutil.disk_usage(existing).free
+
     def collect(self) -> int:
         """Remove the directories whose owners are dead."""
         removed = 0
@@ -259,10 +265,10 @@ class LocalBackend:
             raise OSError(code, os.strerror(code), self.url)
 
     def free_bytes(self) -> int | None:
-        existing = self.root
-        while not existing.exists():
-            existing = existing.parent
-        return shutil.disk_usage(existing).free
+        return self._staging.free_bytes()
+
+    def staging_free_bytes(self) -> int:
+        return self._staging.free_bytes()
 
 
 def _load(path: Path) -> dict[str, object]:

@@ -33,23 +33,32 @@ class Preflight:
     free_bytes: int | None
     """None where the place has no such limit."""
     bytes_per_million_tokens: int
+    staged_bytes: int
+    """Staged but not yet committed at a time; a part of the needed bytes in a local store."""
+    staging_free_bytes: int
 
     @property
     def fits(self) -> bool:
-        return self.free_bytes is None or self.needed_bytes <= self.free_bytes
+        stored = self.free_bytes is None or self.needed_bytes <= self.free_bytes
+        return stored and self.staged_bytes <= self.staging_free_bytes
 
     def __str__(self) -> str:
-        free = "room without a stated limit" if self.free_bytes is None else f"{_gb(self.free_bytes)} free"
-        return f"{_gb(self.needed_bytes)} needed ({_gb(self.bytes_per_million_tokens)} per 1M tokens), {free}"
+        needed = f"{_gb(self.needed_bytes)} needed ({_gb(self.bytes_per_million_tokens)} per 1M tokens)"
+        if self.free_bytes is not None:
+            return f"{needed}, {_gb(self.free_bytes)} free"
+        return f"{needed}; {_gb(self.staged_bytes)} staged at a time, {_gb(self.staging_free_bytes)} free for that"
 
 
-def preflight(store: Store, num_tokens: int, num_samples: int, *, force: bool = False) -> Preflight:
+def preflight(
+    store: Store, num_tokens: int, num_samples: int, *, chunk_tokens: int = 0, force: bool = False
+) -> Preflight:
     """Check, before anything is extracted, that the planned samples fit.
 
     Args:
         store: The store they will go to.
         num_tokens: Tokens of all samples that are missing.
         num_samples: Their number.
+        chunk_tokens: Tokens of the largest chunk of samples that is staged before it is committed.
         force: Do not refuse.
 
     Raises:
@@ -62,6 +71,8 @@ def preflight(store: Store, num_tokens: int, num_samples: int, *, force: bool = 
         needed_bytes=int(num_tokens * per_token) + num_samples * _FILE_OVERHEAD,
         free_bytes=store.backend.free_bytes(),
         bytes_per_million_tokens=int(1_000_000 * per_token),
+        staged_bytes=int(chunk_tokens * per_token),
+        staging_free_bytes=store.backend.staging_free_bytes(),
     )
     if not (found.fits or force):
         raise NoSpace(

@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import json
 import os
+import shutil
 import tempfile
 import threading
 import time
@@ -195,9 +196,12 @@ class ObjectBackend:
         # The map raises the first failure; nothing has a completion record by then.
         for _ in self._pool.map(lambda upload: self._upload(*upload), uploads):
             pass
-        return list(
+        published = list(
             self._pool.map(lambda sample: self.create(f"{sample_path(sample.key)}/{RECORD}", sample.record), samples)
         )
+        for sample in samples:
+            shutil.rmtree(sample.directory)
+        return published
 
     def _upload(self, sample: Publication, path: str, size: int, crc: int) -> None:
         data = (sample.directory / path).read_bytes()
@@ -217,6 +221,9 @@ class ObjectBackend:
 
     def free_bytes(self) -> int | None:
         return None
+
+    def staging_free_bytes(self) -> int:
+        return self._staging.free_bytes()
 
     def modified(self, path: str) -> datetime:
         """When an object was last written, by the server's clock."""

@@ -212,6 +212,7 @@ class Store:
             "identity_digest": self.identity.digest,
             "logical_dtype": self.identity.dtype,
             "chunk_tokens": self.spec.chunk_tokens,
+            "codecs": self.spec.templates.codecs,
             "created": _now(),
         }
         if final_norm is not None:
@@ -318,6 +319,8 @@ class Store:
                         layout.parse_record(publication.record, self.spec)
                     )
                     self._release(publication.key)
+            for key in {sample.key for sample in samples} - {sample.key for sample in fresh}:
+                shutil.rmtree(staging / key, ignore_errors=True)
         return committed
 
     def _check_staged(self, staging: Path, sample: StagedSample) -> None:

@@ -1,6 +1,6 @@
 """The judgement of one chunk, with its audit table, and the audit of a store, as Prefect tasks."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from tasks.vocabulary import Chunk, Receipt, Verdict, digest_ids
 @task(name="verify", task_run_name="verify {chunk.name}", cache_policy=NO_CACHE, persist_result=False)
 def verify_chunk(
     chunk: Chunk,
-    receipts: Mapping[str, Sequence[Receipt]],
+    receipts: dict[str, list[Receipt]],
     table: SampleTable,
     examiner: Examiner,
     profiles: Profiles,
@@ -35,7 +35,7 @@ def verify_chunk(
 
     Args:
         chunk: its missing samples are judged.
-        receipts: of all ranks, by key.
+        receipts: of all ranks, by key; emptied.
         table: the run's samples.
         examiner: of the run.
         profiles: of the run; accepted samples are added.
@@ -59,7 +59,8 @@ def verify_chunk(
     if examiner.is_systematic(verdicts):
         refused = sum(not v.accepted for v in verdicts)
         halt(f"{refused} of {len(verdicts)} samples of {chunk.name} were refused; see its audit table")
-    return verdicts
+    receipts.clear()  # the future of the extraction would hold them to the end of the run
+    return [replace(v, receipts=tuple(r.without_values() for r in v.receipts)) for v in verdicts]
 
 
 def _second(verdict: Verdict, first: Verdict) -> Verdict:

@@ -228,7 +228,7 @@ def _partial(worker: FaultyWorker, states: list[torch.Tensor], rows: slice) -> N
 
 def _bit(worker: FaultyWorker, states: list[torch.Tensor], rows: slice) -> None:
     if worker._last_of_several:
-        states[1][rows.start + 2, 7] = torch.nextafter(states[1][rows.start + 2, 7], torch.tensor(9.0))
+        states[1][rows.start + 2, 8] = torch.nextafter(states[1][rows.start + 2, 8], torch.tensor(9.0))
 
 
 def _set(value: float, last: int) -> StepFault:

@@ -82,7 +82,7 @@ def _create_bucket(environment: dict[str, str], server: "subprocess.Popen[bytes]
             answer.close()
         except OSError:
             if server.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"SeaweedFS did not start, see {server.args}") from None
+                raise RuntimeError(f"SeaweedFS did not start, see {server.args!r}") from None
             time.sleep(0.2)
             continue
         break

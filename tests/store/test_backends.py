@@ -31,6 +31,7 @@ def test_a_run_and_a_rerun(url: str) -> None:
         assert store.missing(planned(samples)) == [s.key for s in samples]
         fill(store, samples)
         assert store.missing(planned(samples)) == []
+        assert [path.name for path in store.staging().iterdir()] == ["owner.json"]
         with pytest.raises(StoreBusy, match="being written by run first"):
             Store.open(url, identity(), run="second")
     with Store.open(url, identity(), run="second") as store:
@@ -71,6 +72,7 @@ def test_a_committed_sample_stays(url: str) -> None:
     with Store.open(url, identity()) as store:
         fill(store, [sample])
         assert store.commit([stage(store, other)]) == []
+        assert [path.name for path in store.staging().iterdir()] == ["owner.json"]
     assert verify(url).ok
     np.testing.assert_array_equal(tasks.store.open(url).read(0).states_LTH, sample.states)
 

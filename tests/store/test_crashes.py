@@ -112,7 +112,7 @@ def test_a_kill_before_any_step(
         assert set(tasks.store.open(url).source_ids) == {f"of {s.key}" for s in samples()}
         if place == "local":
             assert list((Path(url) / ".layertap/staging").iterdir()) == []
-    assert outcomes == {0, 2, 3}
+    assert outcomes >= {0, 2, 3}
 
 
 def test_a_disk_that_fills_up_at_any_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -238,9 +238,14 @@ def test_preflight(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not preflight(store, num_tokens=100_000_000, num_samples=1000, force=True).fits
 
 
-def test_preflight_where_there_is_no_limit(memory: Callable[[], str]) -> None:
+def test_preflight_of_an_object_store_looks_at_the_staging_disk(
+    memory: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Store.open(memory(), identity()) as store:
-        assert "without a stated limit" in str(preflight(store, num_tokens=10**12, num_samples=1))
+        monkeypatch.setattr(store.backend, "staging_free_bytes", lambda: 10_000_000)
+        assert preflight(store, num_tokens=10**12, num_samples=1, chunk_tokens=50_000).fits
+        with pytest.raises(NoSpace, match=r"18\.8 MB staged at a time, 10\.0 MB free for that"):
+            preflight(store, num_tokens=10**12, num_samples=1, chunk_tokens=100_000)
 
 
 def test_the_relay_answers_as_the_backend_does(s3: Callable[[], str]) -> None:

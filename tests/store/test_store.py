@@ -303,6 +303,24 @@ def test_a_disk_that_refuses_is_named_and_loses_nothing(
     assert store.commit([stage(store, samples[1])]) == [samples[1].key]
 
 
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
+def test_a_store_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    sample = make(identity(), 5)
+    with Store.open(tmp_path, identity()) as store:
+        fill(store, [sample])
+    opened = os.open
+
+    def refuse(path: str | Path, flags: int, *args: int) -> int:
+        if flags & os.O_RDWR:
+            raise OSError(code, os.strerror(code), str(path))
+        return opened(path, flags, *args)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(StorageFailure, match=r"cannot write .*writer\.json: (the file system is read-only|permission)"):
+        Store.open(tmp_path, identity())
+    assert len(tasks.store.open(tmp_path)) == 1
+
+
 def test_a_sample_that_is_not_there(store: Store) -> None:
     fill(store, [make(store.identity, 5)])
     reader = tasks.store.open(store.url)

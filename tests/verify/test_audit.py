@@ -5,6 +5,7 @@ every checksum in order, where only the values can tell.
 """
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -15,7 +16,9 @@ import numpy.typing as npt
 import pytest
 import torch
 from transformers import AutoTokenizer
+from typer.testing import CliRunner
 
+from flows.cli import app
 from infra.assets.chats import demo_chats
 from tasks.digest import row_digests, sample_digest
 from tasks.model import Checkpoint, read
@@ -25,11 +28,12 @@ from tasks.store import open as open_store
 from tasks.store.stage import stage_states
 from tasks.verify.audit import AuditError, AuditReport, audit, open_head
 from tasks.verify.proof import Head
-from tasks.verify.reference import load, residual_states
+from tasks.verify.reference import residual_states
 from tasks.vocabulary import Identity
 from tests.checkpoints import checkpoint_path
 
 SAMPLES = 17  # enough for bands
+LONG = 100  # tokens of the sample whose rows are shifted
 DEPTHS = (3, 15, 27, 30)
 
 
@@ -87,16 +91,15 @@ def extracted() -> Extracted:
         DEPTHS,
         "float32",
     )
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer, head = AutoTokenizer.from_pretrained(path), Head(checkpoint)
     samples = []
     with demo_chats().open(encoding="utf-8") as chats:
-        for chat in map(json.loads, islice(chats, SAMPLES)):
+        for number, chat in enumerate(map(json.loads, islice(chats, SAMPLES))):
             text = "\n".join(message["content"] for message in chat["messages"])
-            ids = np.array(tokenizer(text).input_ids[:24], dtype=np.int32)
+            ids = np.array(tokenizer(text).input_ids[: LONG if number == 1 else 40], dtype=np.int32)
             states_LTH = residual_states(path, ids, DEPTHS)
-            with torch.inference_mode():
-                last = load(path).lm_head(load(path).model.norm(states_LTH[-1, -1]))
-            samples.append(Made(ids, states_LTH, int(last.argmax()), digests(states_LTH)))
+            (last,) = head.prove(states_LTH[-1, -1:], [0], 0)
+            samples.append(Made(ids, states_LTH, last.computed, digests(states_LTH)))
     return Extracted(checkpoint, identity, tuple(samples))
 
 
@@ -112,38 +115,49 @@ def reasons(report: AuditReport) -> dict[str, set[str]]:
     return {s.sources[0]: {problem.reason for problem in s.problems} for s in report.failed}
 
 
-def test_a_good_store_passes(extracted: Extracted, head: Head, tmp_path: Path) -> None:
-    report = audit(open_store(extracted.store(tmp_path / "s")), head)
+@pytest.fixture(scope="module")
+def good(extracted: Extracted, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return extracted.store(tmp_path_factory.mktemp("good") / "s")
+
+
+@pytest.fixture(scope="module")
+def report(good: Path, head: Head) -> AuditReport:
+    return audit(open_store(good), head)
+
+
+def test_a_good_store_passes(report: AuditReport) -> None:
     assert report.passed, reasons(report)
     assert report.proofs("proved") == SAMPLES
     accuracy = report.accuracy()
     assert accuracy is not None
     print(f"next-token accuracy {accuracy:.1%}, shifted by one {report.accuracy(-1):.1%}")
-    assert accuracy > 0.25
+    assert accuracy > 0.2
     assert max(report.accuracy(-1) or 0, report.accuracy(1) or 0) < accuracy / 2
 
 
-def test_one_flipped_byte_is_reported(extracted: Extracted, head: Head, tmp_path: Path) -> None:
-    path = extracted.store(tmp_path / "s")
-    key = open_store(path).key_of("chat-4")
-    chunk = path / "samples" / key[:2] / key / "hidden_states" / "c.0.0.0"
+def states_of(path: Path, source: str) -> Path:
+    key = open_store(path).key_of(source)
+    return path / "samples" / key[:2] / key / "hidden_states"
+
+
+def test_one_flipped_byte_is_reported(good: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(good, tmp_path / "s"))
+    chunk = states_of(path, "chat-4") / "c.0.0.0"
     content = bytearray(chunk.read_bytes())
     content[len(content) // 2] ^= 1
     chunk.write_bytes(content)
-    report = audit(open_store(path), head)
+    report = audit(open_store(path), None)
     assert reasons(report) == {"chat-4": {"damaged"}}
     assert "does not match its checksum" in report.failed[0].problems[0].detail
 
 
-def test_two_samples_whose_files_were_swapped_are_reported(extracted: Extracted, head: Head, tmp_path: Path) -> None:
-    path = extracted.store(tmp_path / "s")
-    folders = [
-        path / "samples" / k[:2] / k / "hidden_states" for k in map(open_store(path).key_of, ("chat-1", "chat-2"))
-    ]
-    folders[0].rename(tmp_path / "aside")
-    folders[1].rename(folders[0])
-    (tmp_path / "aside").rename(folders[1])
-    assert reasons(audit(open_store(path), head)) == {"chat-1": {"damaged"}, "chat-2": {"damaged"}}
+def test_two_samples_whose_files_were_swapped_are_reported(good: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(good, tmp_path / "s"))
+    first, second = states_of(path, "chat-1"), states_of(path, "chat-2")
+    first.rename(tmp_path / "aside")
+    second.rename(first)
+    (tmp_path / "aside").rename(second)
+    assert reasons(audit(open_store(path), None)) == {"chat-1": {"damaged"}, "chat-2": {"damaged"}}
 
 
 def swapped(samples: list[Made]) -> None:
@@ -182,7 +196,7 @@ def test_samples_committed_with_other_states_are_reported(
     expected: set[str],
     note: str,
 ) -> None:
-    samples = list(extracted.samples)
+    samples = list(extracted.samples[:4])
     tamper(samples)
     report = audit(open_store(extracted.store(tmp_path / "s", samples)), head)
     found = reasons(report)
@@ -198,20 +212,20 @@ def test_samples_committed_with_other_states_are_reported(
 def test_even_with_digests_to_match_the_values_tell(
     extracted: Extracted, head: Head, tmp_path: Path, tamper: Callable[[list[Made]], None], expected: set[str]
 ) -> None:
-    samples = list(extracted.samples)
+    samples = list(extracted.samples if tamper is exchanged else extracted.samples[:4])  # bands want many
     tamper(samples)
     samples = [replace(made, digests=digests(made.states)) for made in samples]
     found = reasons(audit(open_store(extracted.store(tmp_path / "s", samples)), head))
     assert found["chat-1"] >= expected
 
 
-def test_the_reference_finds_what_is_off_by_little(extracted: Extracted, head: Head, tmp_path: Path) -> None:
-    samples = list(extracted.samples)
+def test_the_reference_finds_what_is_off_by_little(extracted: Extracted, tmp_path: Path) -> None:
+    samples = list(extracted.samples[:4])
     states = samples[3].states.clone()
     states[1, 7] *= 1.01
     samples[3] = replace(samples[3], states=states, digests=digests(states))
     report = audit(
-        open_store(extracted.store(tmp_path / "s", samples)), head, reference="hf", recompute=extracted.recompute
+        open_store(extracted.store(tmp_path / "s", samples)), None, reference="hf", recompute=extracted.recompute
     )
     assert reasons(report) == {"chat-3": {"reference"}}
     worst = report.worst(15)
@@ -221,20 +235,20 @@ def test_the_reference_finds_what_is_off_by_little(extracted: Extracted, head: H
     assert (report.worst(3) or worst).worst_error < 1e-5
 
 
-def test_as_many_samples_are_compared_as_asked_for(extracted: Extracted, tmp_path: Path) -> None:
+def test_as_many_samples_are_compared_as_asked_for(extracted: Extracted, good: Path) -> None:
     asked = []
 
     def recompute(key: str, ids: npt.NDArray[np.int32]) -> torch.Tensor:
         asked.append(key)
         return extracted.recompute(key, ids)
 
-    report = audit(open_store(extracted.store(tmp_path / "s")), None, samples=3, reference="hf", recompute=recompute)
+    report = audit(open_store(good), None, samples=3, reference="hf", recompute=recompute)
     assert len(asked) == 3
     assert sum(bool(s.parity) for s in report.samples) == 3
 
 
 def test_invariants_are_looked_at_again(extracted: Extracted, head: Head, tmp_path: Path) -> None:
-    samples = list(extracted.samples)
+    samples = list(extracted.samples[:4])
     for i, change in enumerate(
         (
             lambda s: s[0, 3].fill_(torch.nan),
@@ -253,19 +267,41 @@ def test_invariants_are_looked_at_again(extracted: Extracted, head: Head, tmp_pa
     assert found["chat-3"] == {"distinct_depths"}
 
 
+def test_ids_that_the_key_does_not_stand_for_are_reported(extracted: Extracted, head: Head, tmp_path: Path) -> None:
+    made = extracted.samples[0]
+    other = made.ids.copy()
+    other[3] += 1
+    with Store.open(tmp_path / "s", extracted.identity, run="test") as store:
+        key, mask = extracted.identity.key(made.ids), np.ones(len(other), bool)
+        objects = stage_states(store.staging(), key, store.spec, made.states.numpy(), other)
+        store.commit([StagedSample(key, len(other), objects, mask, made.next_token)])
+        store.record([SourceRecord("chat-0", key, mask)])
+    assert reasons(audit(open_store(tmp_path / "s"), head)) == {"chat-0": {"token_ids"}}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(["--reference", "vllm"], "choose hf or solo"), (["--samples", "3"], "choose how with --reference")],
+)
+def test_the_command_line_says_what_to_change(options: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["audit", "nowhere", *options])
+    assert result.exit_code == 1
+    assert message in result.output
+
+
 def test_another_checkpoint_is_refused(extracted: Extracted) -> None:
     other = read(checkpoint_path("llama"))
     with pytest.raises(AuditError, match="name the right one with --model"):
         open_head(other, extracted.identity)
 
 
-def test_the_page_needs_nothing_but_itself(extracted: Extracted, head: Head, tmp_path: Path) -> None:
-    report = audit(open_store(extracted.store(tmp_path / "s")), head)
-    report.samples[0].sources = ("<script>alert(1)</script>",)
+def test_the_page_needs_nothing_but_itself(report: AuditReport) -> None:
+    report = replace(report, samples=[*report.samples])
+    report.samples[0] = replace(report.samples[0], sources=("<script>alert(1)</script>",))
     text = page(report)
     assert "<script>" not in text
     assert "data:image/png;base64," in text
-    assert "http" not in text.replace(str(tmp_path), "")
+    assert "http" not in text
     assert text.count("<tr>") > SAMPLES
     assert len(rows(report, limit=5)) == 6
     assert rows(report, limit=5)[0]["source"] == "5 shown"

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -100,7 +101,7 @@ def centred(states: Bits) -> tuple[Bits, npt.NDArray[np.uint8]]:
 
 def uncentred(pair: Bits, median: npt.NDArray[np.uint8]) -> Bits:
     exponent = ((pair >> 8).astype(np.uint8) + median[:, None]).astype(np.uint16)
-    return ((pair & 0x80) << 8) | (exponent << 7) | (pair & 0x7F)
+    return (((pair & 0x80) << 8) | (exponent << 7) | (pair & 0x7F)).astype(np.uint16)
 
 
 def trial(
@@ -165,7 +166,7 @@ def trials(states: Bits) -> None:
 
     def unfields(e: object) -> Bits:
         pair = np.frombuffer(blosc.decompress(e), dtype=np.uint16)
-        return ((pair & 0x80) << 8) | ((pair >> 8) << 7) | (pair & 0x7F)
+        return (((pair & 0x80) << 8) | ((pair >> 8) << 7) | (pair & 0x7F)).astype(np.uint16)
 
     trial("exponent apart from sign and mantissa, blosc(zstd 1)", chunk, fields, unfields, False)
 
@@ -173,8 +174,8 @@ def trials(states: Bits) -> None:
         pair, median = centred(s)
         return bytes(blosc.compress(pair, b"zstd", 1, 1, mib, 2)), median.tobytes()
 
-    def decode_centred(e: object) -> Bits:
-        packed, median = e  # type: ignore[misc]
+    def decode_centred(e: Any) -> Bits:
+        packed, median = e
         pair = np.frombuffer(blosc.decompress(packed), dtype=np.uint16).reshape(chunk.shape)
         return uncentred(pair, np.frombuffer(median, dtype=np.uint8).reshape(chunk.shape[0], chunk.shape[2]))
 
@@ -190,7 +191,7 @@ def trials(states: Bits) -> None:
     def unxor_depth(e: object) -> Bits:
         pair = np.frombuffer(blosc.decompress(e), dtype=np.uint16).reshape(chunk.shape)
         exponent = np.cumsum(pair >> 8, axis=0, dtype=np.uint8).astype(np.uint16)
-        return ((pair & 0x80) << 8) | (exponent << 7) | (pair & 0x7F)
+        return (((pair & 0x80) << 8) | (exponent << 7) | (pair & 0x7F)).astype(np.uint16)
 
     trial("exponent less that of the depth before, blosc(zstd 1)", chunk, xor_depth, unxor_depth, False)
 

@@ -127,7 +127,7 @@ def small(place: Path, rounds: int) -> None:
                     objects = stage_states(opened.staging(), key, opened.spec, states, ids)
                     staged.append(StagedSample(key, 64, objects, np.ones(64, dtype=bool), 1, (f"s{i}",)))
                 opened.commit(staged)
-                opened.record(SourceRecord(s.sources[0], s.key, s.loss_mask) for s in staged)
+                opened.record(SourceRecord(name, s.key, s.loss_mask) for s in staged for name in s.sources)
             rates.append(count / (time.perf_counter() - start))
         shutil.rmtree(url)
     print(f"small samples [4, 64, 576], one thread, durable: {np.median(rates):.0f} a second (>= 400)")
