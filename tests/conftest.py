@@ -1,6 +1,11 @@
 """Order of the tests: quick ones first, then those that start an engine."""
 
 import pytest
+from hypothesis import settings
+
+# Machines are shared: how long an example takes says nothing of the code.
+settings.register_profile("shared", deadline=None)
+settings.load_profile("shared")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,7 +10,9 @@ template). The yardsticks, each with one thread:
   checks, no key.
 * ``one at a time``: the samples as Layertap writes them, one conversation at a time in one process.
 
-Times are of the whole call, loading the tokenizer and starting processes included; figures are medians.
+Times are of the whole call, loading the tokenizer and starting processes included; figures are medians. On a machine
+with other work the CPU time says more: with as many free cores as processes, the last line takes its CPU time divided
+by their number.
 """
 
 import argparse
@@ -95,18 +97,26 @@ def speed(count: int, rounds: int, processes: int) -> None:
             f"layertap, {processes} processes": lambda: layertap(directory, several, out),
         }
         seconds: dict[str, list[float]] = {name: [] for name in ways}
+        processor: dict[str, list[float]] = {name: [] for name in ways}
         tokens: dict[str, int] = {}
         for _ in range(rounds):
             for name, run in ways.items():
-                began = time.monotonic()
+                began, spent = time.monotonic(), processor_seconds()
                 tokens[name] = run()
                 seconds[name].append(time.monotonic() - began)
+                processor[name].append(processor_seconds() - spent)
     print(f"{len(lines):,} conversations, {len(b''.join(lines)) / 1e6:.1f} MB, median of {rounds} rounds")
-    fastest = statistics.median(seconds[f"layertap, {processes} processes"])
+    last = statistics.median(seconds[f"layertap, {processes} processes"])
+    print(f"{'':22} {'time':>9} {'of CPU':>9} {'tokens/s':>9} {'time / the last one':>20}")
     for name, values in seconds.items():
-        median = statistics.median(values)
-        rate = tokens[name] / median
-        print(f"{name:22} {median:7.2f} s {rate:10,.0f} tokens/s {median / fastest:6.2f}x the last one's time")
+        median, cpu = statistics.median(values), statistics.median(processor[name])
+        print(f"{name:22} {median:7.2f} s {cpu:7.2f} s {tokens[name] / median:9,.0f} {median / last:19.2f}x")
+
+
+def processor_seconds() -> float:
+    """CPU time of this process and of its children that have ended; other load on the machine hardly changes it."""
+    used = [resource.getrusage(w) for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(u.ru_utime + u.ru_stime for u in used)
 
 
 def memory(sizes: list[int]) -> None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from tasks.store.layout import StateSpec
+from tasks.store.layout import StateSpec, Tile
 
 if TYPE_CHECKING:
     import torch
@@ -18,27 +18,25 @@ class Quantizer:
     """Quantizes a sample chunk by chunk, possibly from several threads, and measures the error."""
 
     def __init__(self, spec: StateSpec, num_tokens: int) -> None:
-        self._chunk_tokens = spec.chunk_tokens
         self._is_float32 = spec.dtype == "float32"
         self.scales_LT: npt.NDArray[np.float32] = np.empty((spec.num_depths, num_tokens), dtype="<f4")
         self._errors_LT: npt.NDArray[np.float32] = np.empty((spec.num_depths, num_tokens), dtype="<f4")
 
-    def __call__(self, states_LtH: npt.NDArray[Any], j: int) -> npt.NDArray[np.uint8]:
-        """Bits of the chunk at position j of the grid, as uint8 [L, t, H]."""
+    def __call__(self, states_ltH: npt.NDArray[Any], tile: Tile) -> npt.NDArray[np.uint8]:
+        """Bits of a chunk's states, uint8 [l, t, H]."""
         import torch
 
-        states = torch.from_numpy(np.ascontiguousarray(states_LtH))
-        computed_LtH = states if self._is_float32 else states.view(torch.bfloat16).float()
-        peak_Lt = computed_LtH.abs().amax(dim=-1)
-        scale_Lt = (peak_Lt / FP8_MAX).clamp_min(2.0**-126)  # no denormal or zero to divide by
-        bits_LtH = (computed_LtH / scale_Lt[..., None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-        difference_LtH = bits_LtH.float().mul_(scale_Lt[..., None]).sub_(computed_LtH)
-        norm_Lt = computed_LtH.norm(dim=-1)
-        error_Lt = difference_LtH.norm(dim=-1) / torch.where(norm_Lt > 0, norm_Lt, 1.0)
-        rows = slice(j * self._chunk_tokens, j * self._chunk_tokens + states_LtH.shape[1])
-        self.scales_LT[:, rows] = scale_Lt.numpy()
-        self._errors_LT[:, rows] = error_Lt.numpy()
-        return bits_LtH.view(torch.uint8).numpy()
+        states = torch.from_numpy(np.ascontiguousarray(states_ltH))
+        computed_ltH = states if self._is_float32 else states.view(torch.bfloat16).float()
+        peak_lt = computed_ltH.abs().amax(dim=-1)
+        scale_lt = (peak_lt / FP8_MAX).clamp_min(2.0**-126)  # no denormal or zero to divide by
+        bits_ltH = (computed_ltH / scale_lt[..., None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+        difference_ltH = bits_ltH.float().mul_(scale_lt[..., None]).sub_(computed_ltH)
+        norm_lt = computed_ltH.norm(dim=-1)
+        error_lt = difference_ltH.norm(dim=-1) / torch.where(norm_lt > 0, norm_lt, 1.0)
+        self.scales_LT[tile.depths, tile.tokens] = scale_lt.numpy()
+        self._errors_LT[tile.depths, tile.tokens] = error_lt.numpy()
+        return bits_ltH.view(torch.uint8).numpy()
 
     @property
     def error_L2(self) -> npt.NDArray[np.float32]:

@@ -1,6 +1,6 @@
 """Whether a committed sample is what was committed."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from tasks.store.backend import Backend, Files
 from tasks.store.errors import DamagedSample
@@ -39,8 +39,12 @@ def probe(backend: Backend, key: str, identity: Identity) -> Record:
     return record
 
 
-def checked_files(files: Files, record: Record) -> Iterator[tuple[str, memoryview]]:
-    """Read all files of a sample but the record, each checked against the record: (path, content).
+def checked_files(
+    files: Files, record: Record, paths: Collection[str] | None = None
+) -> Iterator[tuple[str, memoryview]]:
+    """Read a sample's files, each checked against the record: (path, content).
+
+    All but the record itself are read, unless ``paths`` says which.
 
     A content is valid until the next one is taken.
 
@@ -48,8 +52,10 @@ def checked_files(files: Files, record: Record) -> Iterator[tuple[str, memoryvie
         DamagedSample: a file is missing, or not byte for byte what was committed.
     """
     directory = sample_path(record.key)
-    contents = files.read_summed([f"{directory}/{path}" for path in record.objects])
-    for (path, (size, crc)), content in zip(record.objects.items(), contents, strict=True):
+    if paths is None:
+        paths = record.objects
+    for path, content in zip(paths, files.read_summed([f"{directory}/{path}" for path in paths]), strict=True):
+        size, crc = record.objects[path]
         data, found = content or (None, 0)
         _check_size(record, path, size, None if data is None else len(data))
         if data is None or found != crc:

@@ -6,7 +6,7 @@
     STORE/final_norm_weight/                 [H], where the extraction gave it
     STORE/samples/<key[:2]>/<key>/           one group a sample
         zarr.json                            the completion record, written last (see below)
-        hidden_states/{zarr.json, c.0.j.0}   [L, T, H] uint16, the bits of bfloat16; or float32; or uint8 (fp8)
+        hidden_states/{zarr.json, c.l.j.0}   [L, T, H] uint16, the bits of bfloat16; or float32; or uint8 (fp8)
         input_ids/{zarr.json, c.0}           [T] int32
         loss_mask/{zarr.json, c.0}           [T] int8, 1 where a trainer supervises the token
         scales/{zarr.json, c.0.0}            [L, T] float32, with fp8 only
@@ -15,13 +15,13 @@
 
 L captured depths (ascending), T tokens of the sample, H hidden size. All is Zarr v3 and opens in any reader of it.
 
-* Chunks of ``hidden_states`` are [L, C, H], a sample shorter than C tokens having one chunk [L, T, H]. C is about
-  256 and the same for all samples of a store (:func:`chunk_tokens`): samples with equal prefixes have equal chunks,
-  and an encoder or reader holds one chunk at a time. The last chunk is padded with the fill value, which compresses
-  to next to nothing.
+* A sample of at most C tokens has its states in one chunk [L, T, H], so that small samples are few files. A longer
+  one has chunks [1, C, H], which decode straight into place and let a reader fetch the depths it needs; the last of
+  a depth is padded with the fill value, which compresses to next to nothing. C is near 256 and the same for all
+  samples of a store (:func:`chunk_tokens`), so long samples with equal prefixes have equal chunks.
 * Codecs: ``blosc(zstd, level 1, byte shuffle, 1 MiB blocks)`` then ``crc32c``. zstd gives every 128 KiB a code table
-  of its own, so C is chosen for a depth's plane of exponent bytes (C x H of them) to fill whole tables: 1.45 instead
-  of 1.42 on real states with H = 576. With blosc's default block size it would be 1.28.
+  of its own, so C is chosen for a chunk's plane of exponent bytes (C x H of them) to fill whole tables: 1.45 instead
+  of 1.41 on real states with H = 576. With blosc's default block size it would be 1.28.
 * Fill values are sentinels that no valid sample holds: NaN for states, -1 for ids and mask. A reader that ignores
   a missing chunk shows them; our own reader raises.
 * bfloat16 is no Zarr data type that readers agree on, so its bits are stored as uint16 with the attribute
@@ -47,7 +47,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import google_crc32c
 import numpy as np
@@ -69,8 +69,8 @@ _TABLE_BYTES = 128 * 1024
 _CRC_BYTES = 4
 _KEY = re.compile(r"[0-9a-f]{64}")
 
-# Stand-ins for the two numbers that differ between samples of a store. zarr writes the templates with them.
-_ANY_LENGTH, _ANY_CHUNK = 910_000_000_001, 910_000_000_003
+# Stand-ins for what differs between samples of a store. zarr writes the templates with them.
+_ANY_LENGTH = 910_000_000_001
 _ANY_ATTRIBUTES = {"ANY": "ATTRIBUTES"}
 _template_lock = threading.Lock()
 
@@ -103,9 +103,20 @@ def seal(content: bytes) -> bytes:
 
 
 def chunk_tokens(hidden_size: int) -> int:
-    """Tokens of a chunk: near 256, with a depth's byte plane close to a multiple of 128 KiB; at most 512."""
-    tables = max(1, round(256 * hidden_size / _TABLE_BYTES))
-    return min(512, -(-tables * _TABLE_BYTES // hidden_size))
+    """Tokens of a chunk of the grid: near 256, with a byte plane just under a multiple of 128 KiB; at most 512.
+
+    At least two tables, since zstd's first level searches less well in blocks of up to 256 KiB.
+    """
+    tables = max(2, round(256 * hidden_size / _TABLE_BYTES))
+    return min(512, tables * _TABLE_BYTES // hidden_size)
+
+
+class Tile(NamedTuple):
+    """A chunk of a sample's states: its file, and its place in [L, T, H]."""
+
+    path: str
+    depths: slice
+    tokens: slice
 
 
 @dataclass(frozen=True)
@@ -162,8 +173,26 @@ class StateSpec:
         """C, tokens of a chunk of the grid."""
         return chunk_tokens(self.hidden_size)
 
-    def num_chunks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.chunk_tokens)
+    def is_long(self, num_tokens: int) -> bool:
+        """Whether a sample is cut into chunks of one depth and C tokens."""
+        return num_tokens > self.chunk_tokens
+
+    def chunk_shape(self, num_tokens: int) -> tuple[int, int, int]:
+        """Shape of the chunks of a sample's states."""
+        return (1, self.chunk_tokens, self.hidden_size) if self.is_long(num_tokens) else self.shape(num_tokens)
+
+    def tiles(self, num_tokens: int) -> list[Tile]:
+        """The chunks of a sample's states, depth by depth."""
+        depths, tokens, _ = self.chunk_shape(num_tokens)
+        return [
+            Tile(
+                f"hidden_states/c.{row}.{column}.0",
+                slice(row * depths, (row + 1) * depths),
+                slice(column * tokens, min((column + 1) * tokens, num_tokens)),
+            )
+            for row in range(self.num_depths // depths)
+            for column in range(-(-num_tokens // tokens))
+        ]
 
     def shape(self, num_tokens: int) -> tuple[int, int, int]:
         return self.num_depths, num_tokens, self.hidden_size
@@ -174,31 +203,33 @@ class StateSpec:
 
     def files(self, num_tokens: int) -> tuple[str, ...]:
         """Paths, relative to the sample, of all its files in a fixed order, the completion record last."""
-        return _files(self.num_chunks(num_tokens), self.is_fp8)
+        depths, tokens, _ = self.chunk_shape(num_tokens)
+        return _files(self.num_depths // depths, -(-num_tokens // tokens), self.is_fp8)
 
     def staged_files(self, num_tokens: int) -> tuple[str, ...]:
         """The part of :meth:`files` that exists before the commit: all but the loss mask and the record."""
         return self.files(num_tokens)[: -len(_MASK_PATHS) - 1]
 
-    def encode(self, chunk_LtH: npt.NDArray[Any]) -> tuple[bytes, bytes, int]:
+    def encode(self, tile: npt.NDArray[Any]) -> tuple[bytes, bytes, int]:
         """Encode one chunk: the payload, its four checksum bytes, and the crc32c of both. The GIL is free meanwhile."""
-        payload: bytes = blosc.compress(
-            chunk_LtH, b"zstd", 1, self.blosc_shuffle, _BLOCK_BYTES, self.stored_dtype.itemsize
-        )
+        payload: bytes = blosc.compress(tile, b"zstd", 1, self.blosc_shuffle, _BLOCK_BYTES, self.stored_dtype.itemsize)
         crc = google_crc32c.value(payload)
         checksum: bytes = crc.to_bytes(_CRC_BYTES, "little")
         return payload, checksum, google_crc32c.extend(crc, checksum)
 
+    def templates(self, num_tokens: int) -> "Templates":
+        """Metadata documents of a sample with this many tokens."""
+        return self._templates[self.is_long(num_tokens)]
+
     @cached_property
-    def templates(self) -> "Templates":
-        return _templates(self)
+    def _templates(self) -> "tuple[Templates, Templates]":
+        return _templates(self, False), _templates(self, True)
 
 
 @dataclass(frozen=True)
 class Templates:
     """Metadata documents as the installed zarr writes them, with stand-ins where samples differ."""
 
-    chunk_tokens: int
     arrays: Mapping[str, str]
     group: str
 
@@ -209,27 +240,24 @@ class Templates:
 
     def array(self, name: str, num_tokens: int) -> bytes:
         """``zarr.json`` of an array of a sample."""
-        return self._fill(self.arrays[name], num_tokens).encode()
-
-    def _fill(self, template: str, num_tokens: int) -> str:
-        width = min(num_tokens, self.chunk_tokens)
-        return template.replace(str(_ANY_LENGTH), str(num_tokens)).replace(str(_ANY_CHUNK), str(width))
+        return self.arrays[name].replace(str(_ANY_LENGTH), str(num_tokens)).encode()
 
     def record(self, num_tokens: int, attributes: Mapping[str, Any]) -> bytes:
         """The group's ``zarr.json``, the completion record, with its own checksum filled in."""
         unsigned = json.dumps({**attributes, "crc32c": "0" * 8})
-        document = self._fill(self.group, num_tokens).replace(json.dumps(_ANY_ATTRIBUTES), unsigned, 1).encode()
+        sized = self.group.replace(str(_ANY_LENGTH), str(num_tokens))
+        document = sized.replace(json.dumps(_ANY_ATTRIBUTES), unsigned, 1).encode()
         checksum = f"{google_crc32c.value(document):08x}"
         signed = unsigned[: unsigned.rindex("0" * 8)] + checksum + '"}'
         return document.replace(unsigned.encode(), signed.encode(), 1)
 
 
-def create_arrays(group: zarr.Group, spec: StateSpec, num_tokens: int, chunk_tokens: int) -> None:
+def create_arrays(group: zarr.Group, spec: StateSpec, num_tokens: int, chunk_shape: tuple[int, ...]) -> None:
     """Create a sample's arrays in a Zarr group with stock zarr: the definition of the layout."""
     group.create_array(
         "hidden_states",
         shape=spec.shape(num_tokens),
-        chunks=spec.shape(chunk_tokens),
+        chunks=chunk_shape,
         dtype=spec.stored_dtype,
         compressors=[
             BloscCodec(
@@ -275,20 +303,23 @@ def create_arrays(group: zarr.Group, spec: StateSpec, num_tokens: int, chunk_tok
 
 
 @lru_cache
-def _templates(spec: StateSpec) -> Templates:
+def _templates(spec: StateSpec, is_long: bool) -> Templates:
     files: dict[str, Any] = {}
     with _template_lock, zarr.config.set({"json_indent": None}), warnings.catch_warnings():
         # Consolidated metadata is an extension that readers without it ignore (must_understand: false).
         warnings.filterwarnings("ignore", message="Consolidated metadata")
         store = MemoryStore(files)
         group = zarr.create_group(store, attributes=dict(_ANY_ATTRIBUTES))
-        create_arrays(group, spec, _ANY_LENGTH, _ANY_CHUNK)
+        create_arrays(
+            group,
+            spec,
+            _ANY_LENGTH,
+            (1, spec.chunk_tokens, spec.hidden_size) if is_long else spec.shape(_ANY_LENGTH),
+        )
         zarr.consolidate_metadata(store)
     text = {path: buffer.to_bytes().decode() for path, buffer in files.items()}
     group_text = text.pop(RECORD)
-    return Templates(
-        spec.chunk_tokens, {path.removesuffix("/" + RECORD): document for path, document in text.items()}, group_text
-    )
+    return Templates({path.removesuffix("/" + RECORD): document for path, document in text.items()}, group_text)
 
 
 _FP8_PATHS = ("scales/zarr.json", "scales/c.0.0", "quantization_error/zarr.json", "quantization_error/c.0.0")
@@ -296,10 +327,10 @@ _MASK_PATHS = ("loss_mask/zarr.json", "loss_mask/c.0")
 
 
 @lru_cache(maxsize=4096)
-def _files(chunks: int, is_fp8: bool) -> tuple[str, ...]:
+def _files(rows: int, columns: int, is_fp8: bool) -> tuple[str, ...]:
     return (
         "hidden_states/zarr.json",
-        *(f"hidden_states/c.0.{j}.0" for j in range(chunks)),
+        *(f"hidden_states/c.{row}.{column}.0" for row in range(rows) for column in range(columns)),
         *(_FP8_PATHS if is_fp8 else ()),
         "input_ids/zarr.json",
         "input_ids/c.0",

@@ -6,6 +6,7 @@ altered file raises :class:`DamagedSample`.
 """
 
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -219,7 +220,8 @@ class Reader:
         Args:
             which: A source id, or the position in :attr:`keys` or the key of a sample, which is then read as its
                 first source has it. Sources that share a sample differ in their loss masks.
-            depths: The depths to return, a subset of the store's in ascending order; all by default.
+            depths: The depths to return, a subset of the store's in ascending order; all by default. Of samples that
+                are longer than a chunk, only these are read.
 
         Raises:
             SampleNotFound: no such sample.
@@ -290,35 +292,38 @@ class Reader:
         return [self.identity.depths.index(depth) for depth in depths]
 
     def _read_files(self, record: Record, rows: Sequence[int]) -> tuple[npt.NDArray[Any], dict[str, bytes]]:
-        """All files of a sample, checked: the states, and the content of the small arrays by path."""
+        """The files of a sample that hold these depths, checked: the states, and the small arrays by path."""
         spec, num_tokens = self.spec, record.num_tokens
-        width = min(num_tokens, spec.chunk_tokens)
+        is_long = spec.is_long(num_tokens)
+        tiles = {t.path: t for t in spec.tiles(num_tokens) if not is_long or t.depths.start in rows}
+        others = [path for path in record.objects if not path.startswith("hidden_states/c.")]
         states_LTH = np.empty((len(rows), num_tokens, spec.hidden_size), dtype=spec.stored_dtype)
-        in_place = len(rows) == spec.num_depths and num_tokens == width
-        if in_place:
-            chunk_LtH = states_LTH
-        else:
-            nbytes = spec.num_depths * width * spec.hidden_size * spec.stored_dtype.itemsize
-            chunk_LtH = scratch("chunk", nbytes).view(spec.stored_dtype).reshape(spec.shape(width))
+        chunk_shape = spec.chunk_shape(num_tokens)
         small: dict[str, bytes] = {}
-        start = 0
-        for path, data in checked_files(self._files, record):
-            if path.endswith("zarr.json"):
+        for path, data in checked_files(self._files, record, [*others, *tiles]):
+            content = data[:-4]  # without the codec's own checksum, which the record's covers
+            if path not in tiles:
+                if not path.endswith("zarr.json"):
+                    small[path] = bytes(content)
                 continue
-            content = data[:-4]  # without the codec's own checksum, which the one above covers
-            if not path.startswith("hidden_states/"):
-                small[path] = bytes(content)
-                continue
+            tile = tiles[path]
+            target = states_LTH[rows.index(tile.depths.start)][None, tile.tokens] if is_long else states_LTH
+            in_place = target.shape == chunk_shape
+            chunk = target if in_place else self._scratch(chunk_shape)
             try:
-                blosc.decompress(content, chunk_LtH)
+                blosc.decompress(content, chunk)
             except (RuntimeError, ValueError) as error:
                 raise DamagedSample(record.key, f"{path} does not decode") from error
-            if not in_place:
-                end = min(start + width, num_tokens)
+            if is_long and not in_place:
+                target[:] = chunk[:, : target.shape[1]]
+            elif not in_place:
                 for into, row in enumerate(rows):
-                    states_LTH[into, start:end] = chunk_LtH[row, : end - start]
-                start = end
+                    target[into] = chunk[row]
         return states_LTH, small
+
+    def _scratch(self, shape: tuple[int, int, int]) -> npt.NDArray[Any]:
+        dtype = self.spec.stored_dtype
+        return scratch("chunk", math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
 
 
 def _unseal(data: bytes) -> bytes | None:

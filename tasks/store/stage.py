@@ -4,7 +4,7 @@ Runs in the engine's worker process, in its writer threads. Encoding, checksums 
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from tasks.store.errors import storage_failures
 from tasks.store.fp8 import Quantizer
-from tasks.store.layout import StateSpec, check_key, seal
+from tasks.store.layout import StateSpec, Tile, check_key, seal
 
 STAGE = "tasks.store.stage:stage_states"
 """The name by which the engine's worker processes find :func:`stage_states`."""
@@ -23,6 +23,7 @@ STAGE = "tasks.store.stage:stage_states"
 # The commit brings all files of many samples to the disk at once. The disk is told to begin with larger ones when
 # they are written, so that the page cache does not fill up with states and the commit has little to wait for.
 _BEGIN_BYTES = 1 << 20
+_WINDOW = 16
 
 
 def stage_states(
@@ -61,6 +62,7 @@ def stage_states(
     if states_LTH.dtype != spec.given_dtype:
         raise ValueError(f"states are {states_LTH.dtype}, the store takes {spec.dtype} as {spec.given_dtype}")
 
+    templates = spec.templates(num_tokens)
     directory = f"{os.fspath(staging)}/{check_key(key)}"
     written: dict[str, tuple[int, int]] = {}
 
@@ -69,25 +71,28 @@ def stage_states(
 
     def write_array(name: str, chunk: str, values: npt.NDArray[Any]) -> None:
         os.makedirs(f"{directory}/{name}", exist_ok=True)  # noqa: PTH103
-        write(f"{name}/zarr.json", spec.templates.array(name, num_tokens))
+        write(f"{name}/zarr.json", templates.array(name, num_tokens))
         write(f"{name}/{chunk}", seal(values.tobytes()))
 
     quantizer = Quantizer(spec, num_tokens) if spec.is_fp8 else None
 
-    def encode(j: int) -> tuple[bytes, bytes, int]:
-        chunk_LtH = states_LTH[:, j * spec.chunk_tokens : (j + 1) * spec.chunk_tokens]
-        return spec.encode(_pad(quantizer(chunk_LtH, j) if quantizer else chunk_LtH, spec, num_tokens))
+    def encode(tile: Tile) -> tuple[bytes, bytes, int]:
+        rows_ltH = states_LTH[tile.depths, tile.tokens]
+        if quantizer:
+            rows_ltH = quantizer(rows_ltH, tile)
+        return spec.encode(_pad(rows_ltH, spec, num_tokens))
 
     with storage_failures(directory):
         # Plain strings here and below: for small samples, pathlib takes as long as the system calls.
         os.makedirs(f"{directory}/hidden_states", exist_ok=True)  # noqa: PTH103
-        write("hidden_states/zarr.json", spec.templates.array("hidden_states", num_tokens))
+        write("hidden_states/zarr.json", templates.array("hidden_states", num_tokens))
         run = executor.map if executor is not None else map
+        tiles = spec.tiles(num_tokens)
         # An executor would take all chunks at once; a window keeps memory bounded.
-        for window in _windows(spec.num_chunks(num_tokens), 16):
-            for j, (payload, checksum, crc) in zip(window, run(encode, window), strict=True):
-                path = f"hidden_states/c.0.{j}.0"
-                written[path] = write_file(f"{directory}/{path}", payload, checksum, crc=crc)
+        for start in range(0, len(tiles), _WINDOW):
+            window = tiles[start : start + _WINDOW]
+            for tile, (payload, checksum, crc) in zip(window, run(encode, window), strict=True):
+                written[tile.path] = write_file(f"{directory}/{tile.path}", payload, checksum, crc=crc)
         if quantizer:
             write_array("scales", "c.0.0", quantizer.scales_LT)
             write_array("quantization_error", "c.0.0", quantizer.error_L2)
@@ -95,18 +100,13 @@ def stage_states(
     return written
 
 
-def _windows(count: int, size: int) -> Iterator[range]:
-    for start in range(0, count, size):
-        yield range(start, min(start + size, count))
-
-
-def _pad(rows_LtH: npt.NDArray[Any], spec: StateSpec, num_tokens: int) -> npt.NDArray[Any]:
-    """A chunk of the grid, contiguous; padded with the fill value where the sample ends inside it."""
-    width = min(num_tokens, spec.chunk_tokens)
-    if rows_LtH.shape[1] == width:
-        return np.ascontiguousarray(rows_LtH)
-    padded = np.full(spec.shape(width), spec.fill_value, dtype=spec.stored_dtype)
-    padded[:, : rows_LtH.shape[1]] = rows_LtH
+def _pad(rows_ltH: npt.NDArray[Any], spec: StateSpec, num_tokens: int) -> npt.NDArray[Any]:
+    """A chunk, contiguous; padded with the fill value where the sample ends inside it."""
+    shape = spec.chunk_shape(num_tokens)
+    if rows_ltH.shape == shape:
+        return np.ascontiguousarray(rows_ltH)
+    padded = np.full(shape, spec.fill_value, dtype=spec.stored_dtype)
+    padded[:, : rows_ltH.shape[1]] = rows_ltH
     return padded
 
 

@@ -212,7 +212,7 @@ class Store:
             "identity_digest": self.identity.digest,
             "logical_dtype": self.identity.dtype,
             "chunk_tokens": self.spec.chunk_tokens,
-            "codecs": self.spec.templates.codecs,
+            "codecs": self.spec.templates(1).codecs,
             "created": _now(),
         }
         if final_norm is not None:
@@ -359,12 +359,13 @@ class Store:
     def _finish(self, staging: Path, sample: StagedSample) -> Publication:
         """Write the loss mask beside the staged files, and make the completion record."""
         directory = staging / sample.key
+        templates = self.spec.templates(sample.num_tokens)
         mask_T = np.asarray(sample.loss_mask, dtype=np.bool_)
         objects = {path: sample.objects[path] for path in self.spec.staged_files(sample.num_tokens)}
         with storage_failures(directory):
             os.makedirs(f"{directory}/loss_mask", exist_ok=True)  # noqa: PTH103
             for path, data in (
-                ("loss_mask/zarr.json", self.spec.templates.array("loss_mask", sample.num_tokens)),
+                ("loss_mask/zarr.json", templates.array("loss_mask", sample.num_tokens)),
                 ("loss_mask/c.0", layout.seal(mask_T.astype(np.int8).tobytes())),
             ):
                 objects[path] = write_file(f"{directory}/{path}", data)
@@ -386,7 +387,7 @@ class Store:
         if self.spec.is_fp8:
             error_L2 = np.frombuffer((directory / "quantization_error/c.0.0").read_bytes()[:-4], dtype="<f4")
             attributes["quantization_error"] = [float(f"{mean:.3g}") for mean in error_L2[::2]]
-        return Publication(directory, sample.key, objects, self.spec.templates.record(sample.num_tokens, attributes))
+        return Publication(directory, sample.key, objects, templates.record(sample.num_tokens, attributes))
 
     def _ensure_shards(self, shards: set[str]) -> None:
         """See to the groups between ``samples`` and a sample. A run may have died after making their directories."""

@@ -228,8 +228,7 @@ def missing_turn(messages: Sequence[Message], text: str) -> str | None:
         for call in message.get("tool_calls", ()):
             parts.append((f"call of {call['function']['name']}", call["function"]["name"]))
         for what, part in parts:
-            written = (part, json.dumps(part, ensure_ascii=False)[1:-1], json.dumps(part)[1:-1])
-            if not any(w in text for w in written):
+            if part not in text and not any(json.dumps(part, ensure_ascii=a)[1:-1] in text for a in (False, True)):
                 return f"turn {i} ({message['role']}): the {what}"
     return None
 

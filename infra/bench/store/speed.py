@@ -34,9 +34,10 @@ def write(place: Path, rounds: int, threads: int) -> None:
     with ThreadPoolExecutor(threads) as pool:
 
         def encode(states: np.ndarray) -> None:
-            for start in range(0, T, CHUNK_TOKENS):
-                chunk = np.ascontiguousarray(states[:, start : start + CHUNK_TOKENS])
-                google_crc32c.value(blosc.compress(chunk, b"zstd", 1, blosc.SHUFFLE, 1 << 20, 2))
+            for plane in states:
+                for start in range(0, T, CHUNK_TOKENS):
+                    chunk = plane[start : start + CHUNK_TOKENS]
+                    google_crc32c.value(blosc.compress(chunk, b"zstd", 1, blosc.SHUFFLE, 1 << 20, 2))
 
         def bare() -> None:
             list(pool.map(encode, samples))
@@ -90,7 +91,7 @@ def read(place: Path, rounds: int) -> None:
         for chunks in files:
             for data in chunks:
                 google_crc32c.value(data)
-                blosc.decompress(memoryview(data)[:-4], np.empty((4, CHUNK_TOKENS, H), dtype=np.uint16))
+                blosc.decompress(memoryview(data)[:-4], np.empty((1, CHUNK_TOKENS, H), dtype=np.uint16))
 
     def whole() -> None:
         for key in reader.keys:
@@ -114,11 +115,11 @@ def read(place: Path, rounds: int) -> None:
 def small(place: Path, rounds: int) -> None:
     identity = bench_identity(576)
     states, count, chunk = heavy_tailed(4, 64, 576), 600, 100
-    rates = []
+    rates, busy = [], []
     for _ in range(rounds):
         url = Path(tempfile.mkdtemp(dir=place))
         with Store.open(url, identity) as opened:
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.process_time()
             for first in range(0, count, chunk):
                 staged = []
                 for i in range(first, first + chunk):
@@ -129,8 +130,12 @@ def small(place: Path, rounds: int) -> None:
                 opened.commit(staged)
                 opened.record(SourceRecord(name, s.key, s.loss_mask) for s in staged for name in s.sources)
             rates.append(count / (time.perf_counter() - start))
+            busy.append(count / (time.process_time() - cpu))
         shutil.rmtree(url)
-    print(f"small samples [4, 64, 576], one thread, durable: {np.median(rates):.0f} a second (>= 400)")
+    print(
+        f"small samples [4, 64, 576], one thread, durable: {np.median(rates):.0f} a second (>= 400); "
+        f"{np.median(busy):.0f} a second of processor time"
+    )
 
 
 def loader(place: Path, rounds: int) -> None:
