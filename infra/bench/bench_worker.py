@@ -1,7 +1,8 @@
 """Capture workers that can be told to stand aside, so that one engine runs plain prefill and extraction in turn."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -28,11 +29,17 @@ class Pausing(CaptureMixin):
 
     def bench_verify(self, wanted: bool) -> None:
         """Capture with or without digests and witness; without, receipts say nothing true of the states."""
-        transfer.summarize = assemble.summarize if wanted else unverified  # type: ignore[attr-defined]
+        transfer.summarize = timed(assemble.summarize) if wanted else unverified  # type: ignore[attr-defined]
         if self._witness is not None:
             for hook in self._witness.hooks:
                 hook.remove()
-        self._witness = Witness(self.model_runner.get_model(), self._depths) if wanted else None
+        self._witness = TimedWitness(self.model_runner.get_model(), self._depths) if wanted else None
+
+    def bench_verify_seconds(self) -> float:
+        """Seconds spent in digests and witness since the last call; on a GPU, in launching them."""
+        spent = SPENT["s"]
+        SPENT["s"] = 0.0
+        return spent
 
     def bench_report(self) -> dict[str, Any]:
         """Peak memory of this rank in bytes, and the seconds that the engine has waited so far."""
@@ -46,6 +53,29 @@ class Pausing(CaptureMixin):
             "writer_thread_seconds": dict(self._writer.seconds),
             "delivering_seconds": getattr(self._transfer, "delivering", 0.0),
         }
+
+
+SPENT = {"s": 0.0}
+
+
+def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with its time added up."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        began = perf_counter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            SPENT["s"] += perf_counter() - began
+
+    return call
+
+
+class TimedWitness(Witness):
+    """A witness whose hooks' time is added up."""
+
+    def _hook(self, depth: int, hidden: int, residual: int) -> Any:
+        return timed(super()._hook(depth, hidden, residual))
 
 
 def unverified(

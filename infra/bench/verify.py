@@ -79,7 +79,7 @@ def main() -> None:
         layers.ids,
         args.dtype,
     )
-    ratios, judged, receipt_bytes, refused = [], [], 0, []
+    ratios, judged, shares, receipt_bytes, refused = [], [], [], 0, []
     spec = EngineSpec(checkpoint, layers.depths, args.dtype, engine, "infra.bench.verify:drop", {})
     running = BenchEngine(spec).start()
     try:
@@ -90,6 +90,7 @@ def main() -> None:
             # The order alternates, so that neither always runs on the warmer machine.
             for verified in (True, False) if turn % 2 else (False, True):
                 running.rpc("bench_verify", verified)
+                running.rpc("bench_verify_seconds")
                 began = time.perf_counter()
                 with tempfile.TemporaryDirectory() as directory:
                     receipts = running.submit(Job(Path(directory), samples)).result()
@@ -101,6 +102,8 @@ def main() -> None:
                         if not verdict.accepted:
                             refused.append(f"{verdict.reason}: {verdict.detail}")
                     judged.append(time.perf_counter() - computed)
+                    spent = max(running.rpc("bench_verify_seconds")) + judged[-1]
+                    shares.append(spent / (time.perf_counter() - began))
                     receipt_bytes = max(len(str(r.to_dict())) for of_key in receipts.values() for r in of_key)
                 seconds[verified] = time.perf_counter() - began
             tokens = sum(map(len, batch))
@@ -118,6 +121,8 @@ def main() -> None:
         "size": args.size,
         "throughput_with_over_without": [round(r, 4) for r in ratios],
         "median": round(float(np.median(ratios)), 4),
+        # Of one turn's own time, so that a busy machine does not matter; on a GPU the kernels run beside.
+        "share_of_time": round(float(np.median(shares)), 4),
         "judge_s_per_turn": round(float(np.median(judged)), 4),
         "largest_receipt_as_text_bytes": receipt_bytes,
         "refused": refused[:5],

@@ -115,18 +115,35 @@ def test_no_clean_sample_is_quarantined(clean: tuple[Path, Summary]) -> None:
     print(f"{summary.extracted} clean samples, {len(summary.quarantined)} quarantined")
 
 
-@pytest.mark.parametrize(("reference", "samples"), [("hf", 20), ("solo", 5)])
-def test_the_audit_passes(clean: tuple[Path, Summary], tmp_path: Path, reference: str, samples: int) -> None:
-    page = tmp_path / "audit.html"
-    state: Any = audit(str(clean[0]), reference=reference, samples=samples, html=page, return_state=True)
+def audited(store: Path, page: Path, reference: str, samples: int) -> AuditReport:
+    state: Any = audit(str(store), reference=reference, samples=samples, html=page, return_state=True)
     report = state.result(raise_on_failure=False)
     assert isinstance(report, AuditReport), report
-    assert state.is_completed()
+    assert state.is_completed() is report.passed
+    assert f"error against {reference}" in page.read_text()
+    return report
+
+
+@pytest.fixture(scope="module")
+def by_hugging_face(clean: tuple[Path, Summary], tmp_path_factory: pytest.TempPathFactory) -> tuple[AuditReport, Path]:
+    page = tmp_path_factory.mktemp("audit") / "audit.html"
+    return audited(clean[0], page, "hf", 20), page
+
+
+def test_the_audit_passes_by_hugging_face(
+    clean: tuple[Path, Summary], by_hugging_face: tuple[AuditReport, Path]
+) -> None:
+    report, _ = by_hugging_face
     assert report.passed
     assert report.proofs("failed") == 0
     assert report.proofs("proved") + report.proofs("near tie") == clean[1].extracted
-    assert sum(bool(sample.parity) for sample in report.samples) == samples
-    assert f"error against {reference}" in page.read_text()
+    assert sum(bool(sample.parity) for sample in report.samples) == 20
+
+
+def test_the_audit_passes_one_sample_at_a_time(clean: tuple[Path, Summary], tmp_path: Path) -> None:
+    report = audited(clean[0], tmp_path / "audit.html", "solo", 5)
+    assert report.passed
+    assert sum(bool(sample.parity) for sample in report.samples) == 5
 
 
 def artifacts(prefix: str) -> list[Any]:
@@ -171,11 +188,9 @@ def test_a_browser_shows_the_table_the_summary_and_the_picture(
         page.screenshot(OUTPUT / "ui-picture.png")
 
 
-def test_a_browser_opens_the_report_offline(clean: tuple[Path, Summary], server: str, tmp_path: Path) -> None:
-    report = tmp_path / "audit.html"
-    audit(str(clean[0]), html=report, return_state=True)
+def test_a_browser_opens_the_report_offline(by_hugging_face: tuple[AuditReport, Path], tmp_path: Path) -> None:
     with browser(tmp_path) as page:
-        page.open(report.as_uri())
+        page.open(by_hugging_face[1].as_uri())
         page.wait_for("document.body.innerText.includes('passed')")
         page.wait_for("document.images.length === 1 && document.images[0].naturalWidth > 600")
         assert page.evaluate("document.querySelectorAll('tr').length") > 500
