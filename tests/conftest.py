@@ -1,7 +1,19 @@
-"""Order of the tests: quick ones first, then those that start an engine."""
+"""Order of the tests, and the Prefect server that those of flows share."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 from hypothesis import settings
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 # Machines are shared: how long an example takes says nothing of the code.
 settings.register_profile("shared", deadline=None)
@@ -9,6 +21,8 @@ settings.load_profile("shared")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Quick tests first, then those that start an engine."""
+
     def place(item: pytest.Item) -> int:
         if "engine" not in item.keywords:
             return 0
@@ -16,3 +30,40 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return 2 if "kimi" in item.name else 1
 
     items.sort(key=place)
+
+
+@pytest.fixture(scope="session")
+def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a real Prefect server with its UI, to which flows report; one for the session.
+
+    Prefect's clients in this process stay with the first server they have met: with a second one, states get lost and
+    the process waits for ever at its end.
+    """
+    with closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address = f"http://127.0.0.1:{port}"
+    environment = os.environ | {
+        "PREFECT_HOME": str(tmp_path_factory.mktemp("prefect")),
+        "PREFECT_SERVER_API_PORT": str(port),
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    }
+    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            wait_until_up(f"{address}/api/health")
+            with temporary_settings({PREFECT_API_URL: f"{address}/api"}):
+                yield address
+        finally:
+            process.send_signal(signal.SIGINT)
+
+
+def wait_until_up(url: str, seconds: float = 180) -> None:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            with urllib.request.urlopen(url):
+                return
+        except (urllib.error.URLError, ConnectionError):
+            assert time.monotonic() < deadline, f"{url} did not come up"
+            time.sleep(0.5)

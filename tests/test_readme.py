@@ -4,13 +4,11 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from prefect.testing.utilities import prefect_test_harness
 from typer.testing import CliRunner
 
 from flows.cli import app
@@ -54,15 +52,9 @@ def test_the_doctor_s_example() -> None:
     assert "771 = 512 + 259" in result.output
 
 
-@pytest.fixture
-def server() -> Iterator[None]:
-    with prefect_test_harness(server_startup_timeout=180):
-        yield
-
-
 @pytest.mark.engine
 def test_the_commands_on_one_s_own_model_and_data(
-    server: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prefect_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     mine: dict[str, Any] = yaml.safe_load(PRESET)

@@ -1,24 +1,13 @@
 """A large clean extraction, its audit, and what a browser shows of both in the Prefect UI."""
 
 import json
-import os
 import random
-import signal
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
-from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.audit import audit
 from flows.config import Extraction
@@ -36,40 +25,7 @@ OUTPUT = Path(__file__).parent.parent / "output"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A Prefect server of its own, with its UI; flows report to it."""
-    with closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    address = f"http://127.0.0.1:{port}"
-    environment = os.environ | {
-        "PREFECT_HOME": str(tmp_path_factory.mktemp("prefect")),
-        "PREFECT_SERVER_API_PORT": str(port),
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    }
-    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        try:
-            wait_until_up(f"{address}/api/health")
-            with temporary_settings({PREFECT_API_URL: f"{address}/api"}):
-                yield address
-        finally:
-            process.send_signal(signal.SIGINT)
-
-
-def wait_until_up(url: str, seconds: float = 180) -> None:
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            with urllib.request.urlopen(url):
-                return
-        except (urllib.error.URLError, ConnectionError):
-            assert time.monotonic() < deadline, f"{url} did not come up"
-            time.sleep(0.5)
-
-
-@pytest.fixture(scope="module")
-def clean(server: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Summary]:
+def clean(prefect_server: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Summary]:
     """A store of 1,000 samples of random tokens, 1 to 40 long."""
     directory = tmp_path_factory.mktemp("clean")
     generator = random.Random(0)
@@ -152,7 +108,7 @@ def artifacts(prefix: str) -> list[Any]:
     return sorted((a for a in found if str(a.key).startswith(prefix)), key=lambda artifact: str(artifact.key))
 
 
-def test_a_chunk_s_table_is_small_and_has_a_total(clean: tuple[Path, Summary], server: str) -> None:
+def test_a_chunk_s_table_is_small_and_has_a_total(clean: tuple[Path, Summary], prefect_server: str) -> None:
     tables = artifacts("shape-audit-chunk-")
     assert len(tables) == len({table.key for table in tables}) == 3
     assert all(table.task_run_id is not None for table in tables)
@@ -169,21 +125,21 @@ def test_a_chunk_s_table_is_small_and_has_a_total(clean: tuple[Path, Summary], s
 
 
 def test_a_browser_shows_the_table_the_summary_and_the_picture(
-    clean: tuple[Path, Summary], server: str, tmp_path: Path
+    clean: tuple[Path, Summary], prefect_server: str, tmp_path: Path
 ) -> None:
     """In the UI of the server itself, since what an artifact holds and what is shown of it are two things."""
     table = artifacts("shape-audit-chunk-")[0]
     (summary,), (picture,) = artifacts("extraction-summary"), artifacts("state-sizes")
     row = json.loads(table.data)[1]
     with browser(tmp_path) as page:
-        page.open(f"{server}/artifacts/artifact/{table.id}")
+        page.open(f"{prefect_server}/artifacts/artifact/{table.id}")
         for text in ("TP agreement", row["sample"], row["RMS"], row["expected"]):
             page.wait_for(f"document.body.innerText.includes({json.dumps(text)})")
         page.screenshot(OUTPUT / "ui-table.png")
-        page.open(f"{server}/artifacts/artifact/{summary.id}")
+        page.open(f"{prefect_server}/artifacts/artifact/{summary.id}")
         page.wait_for(f"document.body.innerText.includes('{clean[1].extracted} extracted')")
         page.screenshot(OUTPUT / "ui-summary.png")
-        page.open(f"{server}/artifacts/artifact/{picture.id}")
+        page.open(f"{prefect_server}/artifacts/artifact/{picture.id}")
         page.wait_for("[...document.images].some(i => i.src.startsWith('data:image/png') && i.naturalWidth > 600)")
         page.screenshot(OUTPUT / "ui-picture.png")
 

@@ -2,14 +2,13 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
-from prefect.testing.utilities import prefect_test_harness
 
 from flows.config import Extraction
 from flows.extract import extract
@@ -18,19 +17,13 @@ from tasks.store import open as open_store
 from tests.checkpoints import checkpoint_path
 from tests.flows import faults
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("prefect_server")]
 
 LENGTHS = (40, 33, 1, 17, 25, 9)
 ROWS: list[dict[str, Any]] = [
     {"id": f"row/../{n}", "input_ids": list(range(1, n + 1)), "loss_mask": [(i + 1) % 2 for i in range(n)]}
     for n in LENGTHS
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server() -> Iterator[None]:
-    with prefect_test_harness(server_startup_timeout=180):
-        yield
 
 
 def write(path: Path, rows: list[Any]) -> Path:
@@ -67,13 +60,17 @@ def run(wanted: Extraction) -> tuple[Any, Summary]:
     return state, summary
 
 
-def chunk_states(state: Any) -> dict[str, tuple[str, str]]:
-    """Task run name -> (state, message) of the chunks of a flow run."""
+def chunk_states(state: Any, chunks: int) -> dict[str, tuple[str, str]]:
+    """Task run name -> (state, message) of the chunks of a flow run, once the server has recorded them all."""
+    this_run = FlowRunFilter(id=FlowRunFilterId(any_=[state.state_details.flow_run_id]))
+    deadline = time.monotonic() + 60
     with get_client(sync_client=True) as client:
-        runs = client.read_task_runs(
-            flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[state.state_details.flow_run_id]))
-        )
-    return {r.name: (r.state.name, r.state.message or "") for r in runs if r.state and r.name.startswith("extract ")}
+        while True:
+            runs = [r for r in client.read_task_runs(flow_run_filter=this_run) if r.name.startswith("extract ")]
+            ended = {r.name: (r.state.name, r.state.message or "") for r in runs if r.state and r.state.is_final()}
+            if len(ended) == chunks or time.monotonic() > deadline:
+                return ended
+            time.sleep(0.2)
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +99,7 @@ def test_a_rerun_extracts_nothing_and_starts_no_engine(done: tuple[Path, Extract
     state, summary = run(done[1])
     assert state.is_completed()
     assert (summary.extracted, summary.reused, summary.engine_started) == (0, len(LENGTHS), False)
-    states = chunk_states(state)
+    states = chunk_states(state, 3)
     assert len(states) == 3
     assert {name for name, _ in states.values()} == {"Cached"}
     assert sorted(message for _, message in states.values()) == [

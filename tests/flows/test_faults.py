@@ -6,12 +6,10 @@ sample is not in the store, and is listed with the reason that names it.
 
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from prefect.testing.utilities import prefect_test_harness
 
 from flows.config import Extraction
 from flows.extract import extract
@@ -19,7 +17,7 @@ from tasks.report.summary import Summary
 from tasks.store import open as open_store
 from tests.checkpoints import checkpoint_path
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("prefect_server")]
 
 STEP = 64  # tokens of an engine step
 
@@ -64,12 +62,6 @@ FAULTS: dict[str, tuple[str, str]] = {
 TRANSIENT = "one bit of one rank once"
 LENGTHS = {name: 9 + i for i, name in enumerate(FAULTS)} | {"one capture per prefill chunk": STEP + 11}
 CLEAN = (1, 2, 5, *range(42, 64))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server() -> Iterator[None]:
-    with prefect_test_harness(server_startup_timeout=180):
-        yield
 
 
 @pytest.mark.parametrize("size", [1, 2], ids=["tp1", "tp2"])
