@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
+from prefect.events.worker import EventsWorker
+from prefect.logging.handlers import APILogWorker
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.audit import audit
@@ -53,6 +55,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             wait_until_up(f"{address}/api/health")
             with temporary_settings({PREFECT_API_URL: f"{address}/api"}):
                 yield address
+                # What is not sent by now would be sent to the next server, or wait for this one for ever.
+                APILogWorker.drain_all(timeout=30)
+                EventsWorker.drain_all(timeout=30)
         finally:
             process.send_signal(signal.SIGINT)
 
