@@ -106,5 +106,5 @@ def extract(
                 if commit.state.is_completed():
                     summary.add_retry(commit.result(), verdict.key)
         summary.finish(progress, engine.started is not None)
-        report_run(summary, profiles, run)
+        report_run(summary, profiles, run, table.num_tokens, wanted.engine.max_model_len - 1)
     return (Completed if summary.complete else Failed)(message=summary.message, data=summary)

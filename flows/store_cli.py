@@ -73,6 +73,32 @@ def register(app: typer.Typer, console: Console) -> None:
         )
 
     @app.command()
+    def vocabulary(
+        store: StoreArgument,
+        out: Annotated[Path, typer.Argument(help="The .safetensors file to write: token_freq, d2t and t2d.")],
+        size: Annotated[int, typer.Option(min=1, help="Tokens that the draft model knows.")],
+        model: Annotated[Path, typer.Option(help="The checkpoint that filled the store; gives the vocabulary's size.")],
+    ) -> None:
+        """Choose a draft model's vocabulary: the tokens that are supervised most often in all samples of a store."""
+        from safetensors.numpy import save_file
+
+        from tasks.model import ModelError, read
+        from tasks.store import open as open_store
+        from tasks.tokenize.draft_vocabulary import count_tokens, draft_vocabulary
+
+        reader = open_store(store)
+        samples = (reader.read(key, depths=reader.identity.depths[:1]) for key in reader.keys)
+        try:
+            vocab_size = read(model).vocab_size
+            counts = count_tokens(((s.input_ids_T, s.loss_mask_T) for s in samples), vocab_size)
+            chosen = draft_vocabulary(counts, size)
+        except (ModelError, ValueError) as error:
+            console.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+            raise typer.Exit(1) from None
+        save_file({"token_freq": counts, "d2t": chosen.d2t, "t2d": chosen.t2d}, out)
+        console.print(f"{out}: {size} of {vocab_size} tokens cover {chosen.coverage:.2%} of the supervised tokens")
+
+    @app.command()
     def stats(store: StoreArgument) -> None:
         """Counts, bytes and lengths of a store."""
         from tasks.store import maintenance

@@ -127,6 +127,10 @@ class RowEvidence:
     """float32 [L, len(rows), H], little-endian; None where the rank kept no values (see the retry)."""
 
 
+class StagingFailure(Exception):
+    """The place where samples are staged cannot be written to: no fault of any sample, so none is judged by it."""
+
+
 @dataclass(frozen=True)
 class Receipt:
     """What one rank says of one sample it captured. Small enough for the engine's message queue."""
@@ -153,6 +157,8 @@ class Receipt:
     """The staged data objects, where this rank staged the sample; None on the other ranks."""
     next_token: int | None = None
     """The token that the engine sampled greedily after the sample."""
+    storage_failed: bool = False
+    """Whether ``error`` is a :class:`StagingFailure`."""
     error: str | None = None
     """What went wrong on this rank (incomplete rows, a failed write); the other fields may then be empty."""
     rows: tuple[tuple[int, int], ...] | None = None

@@ -15,7 +15,7 @@ from tasks.report.progress import Progress
 from tasks.samples import SampleTable
 from tasks.store.stage import STAGE
 from tasks.store.store import Store
-from tasks.vocabulary import Chunk, Identity
+from tasks.vocabulary import Chunk, Identity, StagingFailure
 
 
 class Halted(RuntimeError):
@@ -89,4 +89,7 @@ def extract_chunk(
         suspect=suspect,
     )
     receipts = running.submit(job).result()
+    refused = [r.error for of_sample in receipts.values() for r in of_sample if r.storage_failed]
+    if refused:
+        raise StagingFailure(refused[0])
     return Completed(message=f"{len(chunk.missing)} extracted, {reused} reused", data=receipts)

@@ -19,7 +19,7 @@ from tasks import digest
 from tasks.extract.assemble import POISONED_COLUMNS, Sample
 from tasks.extract.memory import HostMemory
 from tasks.profile import profile_of
-from tasks.vocabulary import DType, Receipt, digest_ids
+from tasks.vocabulary import DType, Receipt, StagingFailure, digest_ids
 
 #: Stage one sample: (directory, key, what the stage needs to know of the store, states [L, T, H] as uint16 bits or
 #: float32, ids [T]) -> {path: (bytes, crc32c)}
@@ -107,6 +107,8 @@ class Writer:
                 changed_rows=_counts(changed_TL),
                 unwritten_rows=_counts(unwritten_TL),
             )
+        except StagingFailure as error:
+            return replace(self._receipt(sample, error=str(error)), storage_failed=True)
         except Exception as error:  # any fault of one sample is that sample's verdict, not the engine's end
             return self._receipt(sample, error=f"{type(error).__name__}: {error}")
         finally:

@@ -1,24 +1,44 @@
 """The reports of a run and of an audit as Prefect tasks."""
 
+import tempfile
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 from prefect import task
 from prefect.artifacts import create_image_artifact, create_markdown_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
 
 from tasks.report.audit_page import lines, page, picture, rows
+from tasks.report.lengths import draw_lengths
 from tasks.report.picture import Profiles, data_uri, draw
 from tasks.report.summary import Summary, markdown_table
 from tasks.verify.audit import AuditReport
 
 
 @task(name="report", cache_policy=NO_CACHE, persist_result=False)
-def report_run(summary: Summary, profiles: Profiles, run: str) -> None:
-    """Leave the run's summary and its picture where the Prefect UI shows them."""
+def report_run(
+    summary: Summary, profiles: Profiles, run: str, num_tokens: npt.NDArray[np.int32], max_tokens: int
+) -> None:
+    """Leave the run's summary and its pictures where the Prefect UI shows them.
+
+    Args:
+        summary: of the run.
+        profiles: of the accepted samples.
+        run: its name.
+        num_tokens: [samples], the lengths of all samples of the input.
+        max_tokens: the length at which samples are cut.
+    """
     create_markdown_artifact(summary.markdown(), key="extraction-summary", description=f"What became of {run}")
     if profiles.kept:
         picture = data_uri(draw(profiles, run))
         create_image_artifact(picture, key="state-sizes", description="Row RMS over token position, outliers marked")
+    if len(num_tokens):
+        with tempfile.TemporaryDirectory(prefix="layertap-") as directory:
+            path = Path(directory) / "lengths.png"
+            draw_lengths(num_tokens, path, max_tokens)
+            lengths = data_uri(path.read_bytes())
+        create_image_artifact(lengths, key="sample-lengths", description="Lengths of the samples in tokens")
 
 
 @task(name="report audit", cache_policy=NO_CACHE, persist_result=False)

@@ -4,6 +4,8 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tasks.vocabulary import StagingFailure
+
 
 class StoreError(Exception):
     """Base of everything the store raises on purpose."""
@@ -47,7 +49,7 @@ class NoSpace(StoreError):
     """The planned samples do not fit."""
 
 
-class StorageFailure(StoreError):
+class StorageFailure(StoreError, StagingFailure):
     """The disk or the object store refused: full, read-only, no permission, out of reach."""
 
 

@@ -35,7 +35,9 @@ def require_room(chunks: Sequence[Chunk], store: Store, force: bool) -> None:
         NoSpace: says how much is needed, in all and per 1M tokens.
     """
     missing = [sample for chunk in chunks for sample in chunk.missing]
-    room = preflight(store, sum(sample.num_tokens for sample in missing), len(missing), force=force)
+    largest = max(sum(sample.num_tokens for sample in chunk.missing) for chunk in chunks)
+    tokens = sum(sample.num_tokens for sample in missing)
+    room = preflight(store, tokens, len(missing), chunk_tokens=largest, force=force)
     logger.info(f"room in {store.url}: {room}")
 
 
@@ -75,7 +77,7 @@ def _staged(sample: PlannedSample, verdict: Verdict, table: SampleTable) -> Stag
         objects=receipt.objects or {},
         loss_mask=rows[0].loss_mask,
         next_token=receipt.next_token,
-        sources=tuple(row.source_id for row in rows),
+        sources={row.source_id: row.loss_mask for row in rows},
         # Left with the sample, so that it can be audited later without the engine.
         capture={"digests": receipt.digests, "rms": receipt.rms, "ranks": receipt.world_size},
     )

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 from flows.cli import app
@@ -82,6 +83,27 @@ def test_stats_and_gc(filled: Path) -> None:
     assert "min 5" in output
     code, output = invoke("gc", filled)
     assert (code, "removed 0 staging directories" in output) == (0, True)
+
+
+def test_a_draft_vocabulary_counts_the_supervised_tokens_of_all_samples(filled: Path, tmp_path: Path) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 6,
+        "hidden_size": 256,
+        "vocab_size": 12,
+        "num_attention_heads": 8,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"x": np.zeros(1)}, tmp_path / "model.safetensors")
+    out = tmp_path / "vocabulary.safetensors"
+    code, output = invoke("vocabulary", filled, out, "--size", 5, "--model", tmp_path)
+    assert code == 0
+    assert "5 of 12 tokens cover 71.43%" in output  # ids 0 to 4 are in both samples: 10 of 14
+    tables = load_file(out)
+    assert tables["token_freq"].tolist() == [2, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0]
+    assert tables["d2t"].tolist() == [0, 0, 0, 0, 0]
+    assert tables["t2d"].tolist() == [True] * 5 + [False] * 7
+    assert invoke("vocabulary", filled, out, "--size", 13, "--model", tmp_path)[0] == 1
 
 
 @pytest.mark.parametrize("verb", ["show", "verify", "stats", "repair", "gc"])

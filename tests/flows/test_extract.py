@@ -144,7 +144,7 @@ def test_a_sample_that_fails_is_quarantined_and_the_rest_is_stored(
     assert state.is_failed()
     assert state.message == "4 extracted, 0 reused, 2 quarantined"
     assert {v.reason for v in summary.quarantined} == {"capture"}
-    assert all("No space left on device" in v.detail for v in summary.quarantined)
+    assert all("scripted" in v.detail for v in summary.quarantined)
     reader = open_store(tmp_path / "store")
     assert sorted(listed.num_tokens for listed in reader.listing()) == [1, 17, 25, 40]
     assert sorted(s for q in reader.quarantined() for s in q["sources"]) == ["row/../33", "row/../9"]
@@ -154,6 +154,27 @@ def test_a_sample_that_fails_is_quarantined_and_the_rest_is_stored(
     assert state.is_completed()
     assert (summary.extracted, summary.reused) == (2, 4)
     assert not list(open_store(tmp_path / "store").quarantined())
+
+
+def test_a_full_disk_fails_its_chunk_and_judges_no_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tasks.extract.task.STAGE", f"{faults.__name__}:stage")
+    monkeypatch.setenv(faults.FULL, "17")
+    wanted = extraction(tmp_path)
+    state, summary = run(wanted)
+    assert state.is_failed()
+    assert len(summary.failed_chunks) == 1
+    (why,) = summary.failed_chunks.values()
+    assert "the disk is full; free space and run again" in why
+    assert not summary.quarantined
+    stored = sorted(listed.num_tokens for listed in open_store(tmp_path / "store").listing())
+    assert 17 not in stored
+    assert len(stored) == summary.extracted > 0
+
+    monkeypatch.setenv(faults.FULL, "")
+    state, summary = run(wanted)
+    assert state.is_completed()
+    assert summary.extracted + summary.reused == len(LENGTHS)
+    assert summary.reused == len(stored)
 
 
 def test_bad_rows_are_counted_and_do_not_stop_the_run(tmp_path: Path) -> None:
