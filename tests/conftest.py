@@ -13,6 +13,8 @@ from contextlib import closing
 
 import pytest
 from hypothesis import settings
+from prefect.events.worker import EventsWorker
+from prefect.logging.handlers import APILogWorker
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 # Machines are shared: how long an example takes says nothing of the code.
@@ -54,6 +56,9 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             wait_until_up(f"{address}/api/health")
             with temporary_settings({PREFECT_API_URL: f"{address}/api"}):
                 yield address
+                # What is not sent by now would wait for this server at the process's end.
+                APILogWorker.drain_all(timeout=30)
+                EventsWorker.drain_all(timeout=30)
         finally:
             process.send_signal(signal.SIGINT)
 
