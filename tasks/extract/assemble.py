@@ -38,9 +38,6 @@ class RowSummary:
     input_ids_N: torch.Tensor
     """int32 [N], what the model was fed."""
 
-    def cpu(self) -> "RowSummary":
-        return RowSummary(*(t.cpu() for t in vars(self).values()))
-
 
 def summarize(
     states: Sequence[torch.Tensor], input_ids: torch.Tensor, witness: Sequence[torch.Tensor] | None = None

@@ -29,7 +29,7 @@ from tests.checkpoints import checkpoint_path
 TOLERANCE = 1e-4
 # Single rows of a trained model are ill-conditioned: Hugging Face's own float32 and float64 differ by up to 2.4e-4 in
 # a row of SmolLM2, by less than 3e-5 in a sample. Most rows of it agree to 1e-6, a few in a thousand to 1e-3.
-ROW_TOLERANCE = 2e-3
+TRAINED_ROW_TOLERANCE = 2e-3
 BATCHED_TOKENS = 256
 # One token; a batch of several; the two samples of the first case ever reported; longer than a step (chunked prefill).
 LENGTHS = (1, 7, 512, 259, 20, 700, 2)
@@ -45,6 +45,7 @@ class Captured:
     depths: tuple[int, ...]
     samples: Mapping[str, npt.NDArray[np.int32]]
     store: Path
+    row_tolerance: float
 
 
 def capture(name: str, size: int, directory: Path) -> Captured:
@@ -89,7 +90,8 @@ def capture(name: str, size: int, directory: Path) -> Captured:
             assert verdict.accepted, verdict
         store.commit([staged(key, samples[key], of_sample[0]) for key, of_sample in receipts.items()])
         store.record()
-    return Captured(checkpoint, identity.depths, samples, directory / "store")
+    row_tolerance = TRAINED_ROW_TOLERANCE if name == "smollm2" else TOLERANCE
+    return Captured(checkpoint, identity.depths, samples, directory / "store", row_tolerance)
 
 
 def staged(key: str, ids: npt.NDArray[np.int32], receipt: Receipt) -> StagedSample:
@@ -128,7 +130,7 @@ def test_every_depth_is_its_own_and_no_neighbour(captured: Captured) -> None:
         reference_LTH = residual_states(captured.checkpoint.path, ids, captured.depths)
         for d, depth in enumerate(captured.depths):
             assert relative(states_LTH[d], reference_LTH[d]) < TOLERANCE, f"r_{depth} of {len(ids)} tokens"
-            assert relative_rows(states_LTH[d], reference_LTH[d]).max() < ROW_TOLERANCE
+            assert relative_rows(states_LTH[d], reference_LTH[d]).max() < captured.row_tolerance
             for other in (d - 1, d + 1):
                 if 0 <= other < len(captured.depths):
                     assert relative(states_LTH[d], reference_LTH[other]) > TOLERANCE
