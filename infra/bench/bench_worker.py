@@ -45,13 +45,11 @@ class Pausing(CaptureMixin):
         """Peak memory of this rank in bytes, and the seconds that the engine has waited so far."""
         status = Path("/proc/self/status").read_text().splitlines()
         host = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
-        return {
+        writing = self._assembly.report()
+        return writing | {
             "gpu_bytes": torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0,
-            "host_bytes": host,
+            "host_bytes": host + writing.get("host_bytes", 0),
             "waited_for_copy": self._transfer.waited,
-            "waited_for_writers": self._writer.memory.waited,
-            "writer_thread_seconds": dict(self._writer.seconds),
-            "delivering_seconds": getattr(self._transfer, "delivering", 0.0),
         }
 
 

@@ -7,23 +7,22 @@ through ``collective_rpc``; arguments and results are plain values.
 
 import contextlib
 import os
-import pkgutil
 import select
 import signal
 import threading
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy.typing as npt
 import torch
 
-from tasks.extract.assemble import Assembler, RowSummary
-from tasks.extract.step import MisshapenStep, SeamError, Span, Step, check_step, read_step
-from tasks.extract.transfer import DirectTransfer, PinnedRing, Place, Transfer
+from tasks.extract.assembly import Assembly, AssemblySpec
+from tasks.extract.assembly_process import AssemblyProcess
+from tasks.extract.step import MisshapenStep, SeamError, Step, check_step, read_step
+from tasks.extract.transfer import DirectTransfer, SharedRing, Transfer
 from tasks.extract.witness import Witness
-from tasks.extract.writer import Writer
 from tasks.report.log import logger
+from tasks.vocabulary import Receipt
 
 OWNER_VARIABLE = "LAYERTAP_OWNER_PID"
 """Environment variable with the process id of the flow; the engine's processes end when that process does."""
@@ -103,18 +102,17 @@ class CaptureMixin:
     def _refuse(self, fault: MisshapenStep) -> None:
         """Give up the samples of a step whose states have the wrong shape; the others go on."""
         logger.warning(f"rank {self.rank}: {fault}")
-        with self._lock:
-            for span in fault.spans:
-                rows = span.rows.stop - span.rows.start
-                # With all rows of the step there, and only then, this sample's share of them is known.
-                whole = len(fault.shape) > 1 and fault.shape[1] == fault.spans[-1].rows.stop
-                shape = (fault.shape[0], rows, *fault.shape[2:]) if whole else fault.shape
-                self._assembler.refuse(_key(span), shape, fault.dtype)
+        for span in fault.spans:
+            rows = span.rows.stop - span.rows.start
+            # With all rows of the step there, and only then, this sample's share of them is known.
+            whole = len(fault.shape) > 1 and fault.shape[1] == fault.spans[-1].rows.stop
+            shape = (fault.shape[0], rows, *fault.shape[2:]) if whole else fault.shape
+            self._assembly.refuse(span.key, shape, fault.dtype)
 
     def _keep_suspects(self, step: Step) -> None:
         """Copy the rows of samples under suspicion, so that ranks can be compared value by value."""
         for span in step.spans:
-            if (kept := self._suspects.get(_key(span))) is not None:
+            if (kept := self._suspects.get(span.key)) is not None:
                 rows_LNH = torch.stack([rows_NH[span.rows] for rows_NH in step.states])
                 kept.append((span.start, rows_LNH.float().cpu()))
 
@@ -126,6 +124,7 @@ class CaptureMixin:
         staging_bytes: int,
         ring_slots: int,
         deal: bool,
+        writer_process: bool | None,
     ) -> dict[str, Any]:
         """Make ready to capture.
 
@@ -134,55 +133,44 @@ class CaptureMixin:
             stage_spec: what it needs to know of the store.
             writer_threads: threads of this rank that encode and write.
             staging_bytes: bound on this rank's host memory for captured samples.
-            ring_slots: pinned buffers between GPU and host.
+            ring_slots: buffers between the device and the process that writes.
             deal: whether samples are dealt over the ranks to be written, or all written by the first.
+            writer_process: whether samples are assembled and written in a process of their own; on a GPU if None.
 
         Returns:
             What this rank is, for the engine to check and the store to record.
         """
-        self._world_size = self.vllm_config.parallel_config.tensor_parallel_size
-        self._suspects: dict[str, list[tuple[int, torch.Tensor]]] = {}
-        hidden_size, dtype = self.model_config.get_hidden_size(), self.model_config.dtype
-        self._deal = deal
-        self._writer = Writer(
+        spec = AssemblySpec(
             rank=self.rank,
-            world_size=self._world_size,
-            dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
-            stage=pkgutil.resolve_name(stage),
+            world_size=self.vllm_config.parallel_config.tensor_parallel_size,
+            num_depths=len(self._depths),
+            hidden_size=self.model_config.get_hidden_size(),
+            dtype=str(self.model_config.dtype).removeprefix("torch."),  # type: ignore[arg-type]
+            deal=deal,
+            stage=stage,
             stage_spec=stage_spec,
-            threads=writer_threads,
-            limit_bytes=staging_bytes,
+            writer_threads=writer_threads,
+            staging_bytes=staging_bytes,
             witnessed=self._witness is not None,
         )
-        self._assembler = Assembler(
-            num_depths=len(self._depths),
-            hidden_size=hidden_size,
-            dtype=dtype,
-            keeps=self._keeps,
-            on_complete=self._writer.submit,
-            take=self._writer.memory.take,
-        )
-        self._lock = threading.Lock()
+        self._suspects: dict[str, list[tuple[int, torch.Tensor]]] = {}
+        self._receipts: dict[str, tuple[Receipt, npt.NDArray[Any]]] = {}
+        self._sent_before: dict[str, int] = {}
+        self._assembly: Assembly | AssemblyProcess
         self._transfer: Transfer
-        if self.device.type == "cpu":
-            self._transfer = DirectTransfer(self._deliver, lambda span: self._keeps(_key(span)))
+        if self.device.type == "cpu" and not writer_process:
+            self._assembly = Assembly(spec, self._keep_receipt)
+            self._transfer = DirectTransfer(self._assembly, spec)
         else:
-            self._transfer = PinnedRing(
-                self._deliver,
-                lambda span: self._keeps(_key(span)),
-                slots=ring_slots,
-                num_depths=len(self._depths),
-                max_rows=self.vllm_config.scheduler_config.max_num_batched_tokens,
-                hidden_size=hidden_size,
-                dtype=dtype,
-                device=self.device,
-            )
+            max_rows = self.vllm_config.scheduler_config.max_num_batched_tokens
+            self._assembly = AssemblyProcess(spec, self._keep_receipt, slots=ring_slots, max_rows=max_rows)
+            self._transfer = SharedRing(self._assembly, spec, self.device)
         self._open = True
         return {
-            "rank": self.rank,
-            "world_size": self._world_size,
-            "hidden_size": hidden_size,
-            "dtype": str(dtype).removeprefix("torch."),
+            "rank": spec.rank,
+            "world_size": spec.world_size,
+            "hidden_size": spec.hidden_size,
+            "dtype": spec.dtype,
             "model_runner": type(self.model_runner).__module__ + "." + type(self.model_runner).__name__,
             "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type,
         }
@@ -200,24 +188,22 @@ class CaptureMixin:
             # A NaN that an earlier sample left there would come into others: masked out is multiplied by zero.
             for cache in self.model_runner.kv_caches:
                 cache.zero_()
-        with self._lock:
-            for key, num_tokens in samples.items():
-                self._assembler.expect(key, num_tokens, Path(directory))
-                if suspect:
-                    self._suspects[key] = []
+            self._suspects.update({key: [] for key in samples})
+        self._assembly.expect(directory, samples)
 
     def layertap_collect(self, keys: list[str]) -> list[dict[str, Any]] | None:
         """Receipts of samples whose requests have finished; None while some are still on their way to the disk."""
-        if not self._transfer.idle:
+        first = keys[0]
+        if first not in self._sent_before:
+            self._sent_before[first] = self._transfer.sent
+        if self._sent_before[first] > self._transfer.delivered:
             return None
-        with self._lock:
-            for key in keys:
-                unfinished = self._assembler.forget(key)
-                if unfinished is not None:
-                    self._writer.abandon(unfinished)
-        if not all(self._writer.ready(key) for key in keys):
+        if self._sent_before[first] >= 0:
+            self._assembly.settle(keys)
+            self._sent_before[first] = -1
+        if not all(key in self._receipts for key in keys):
             return None
-        return [self._writer.receipt(key).to_dict() for key in keys]
+        return [self._receipts[key][0].to_dict() for key in keys]
 
     def layertap_evidence(self, key: str, rows: list[int]) -> dict[str, Any]:
         """What this rank knows of single rows of a sample whose receipt was collected and not released.
@@ -234,38 +220,27 @@ class CaptureMixin:
             for start, piece in pieces:
                 whole_LTH[:, start : start + piece.shape[1]] = piece
             values = whole_LTH[:, rows].contiguous().numpy().astype("<f4").tobytes()
-        return {"digests": self._writer.row_digests(key), "rows": rows, "values": values}
+        return {"digests": self._receipts[key][1].astype("<i8").tobytes(), "rows": rows, "values": values}
 
     def layertap_release(self, keys: list[str]) -> None:
         """Forget receipts that every rank has handed over."""
-        self._writer.forget(keys)
+        self._sent_before.pop(keys[0], None)
         for key in keys:
+            self._receipts.pop(key, None)
             self._suspects.pop(key, None)
 
     def layertap_close(self) -> dict[str, float]:
         """Stop capturing.
 
         Returns:
-            Seconds that the engine has waited for the copy to the host and for the writers.
+            Seconds that the engine has waited for the copy to the host and for the writers, and what these did.
         """
         self._open = False
         self._transfer.close()
-        self._writer.close()
-        return {"waited_for_copy": self._transfer.waited, "waited_for_writers": self._writer.memory.waited}
+        return {"waited_for_copy": self._transfer.waited, **self._assembly.close()}
 
-    def _keeps(self, key: str) -> bool:
-        # Every rank holds the whole residual stream; one is enough to store a sample, all are needed to prove it.
-        return (int(key[:8], 16) % self._world_size if self._deal else 0) == self.rank
-
-    def _deliver(self, places: Sequence[Place], states: Sequence[torch.Tensor], summary: RowSummary) -> None:
-        with self._lock:
-            for span, state_rows in places:
-                self._assembler.add(_key(span), span.start, states, summary, span.rows, state_rows)
-
-
-def _key(span: Span) -> str:
-    # vLLM appends "-" and 8 hex digits to the id that a request was given.
-    return span.request_id.rpartition("-")[0]
+    def _keep_receipt(self, receipt: Receipt, digests_TL: npt.NDArray[Any]) -> None:
+        self._receipts[receipt.key] = receipt, digests_TL
 
 
 def ask_for_depths(model_runner: Any, depths: tuple[int, ...]) -> None:

@@ -58,7 +58,12 @@ class Engine(BaseModel):
         description="`first`: rank 0 writes all samples. `all`: samples are dealt over the ranks, for when one process "
         "cannot encode as fast as the engine computes.",
     )
-    ring_slots: Annotated[int, Field(ge=2, description="Pinned buffers between GPU and host, each of one step.")] = 3
+    writer_process: bool | None = Field(
+        default=None,
+        description="Assemble and write samples in a process beside each GPU's worker, so that the engine's Python "
+        "need not wait for theirs. On a GPU it is always so; on a CPU, only where asked for.",
+    )
+    ring_slots: Annotated[int, Field(ge=2, description="Buffers to the writing process, each of one step.")] = 3
     extra: dict[str, Any] = Field(
         default_factory=dict,
         description="Further vLLM engine arguments by name. Those that would break the capture are refused.",

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from time import monotonic
 from typing import Any, Self
 
 import numpy as np
@@ -26,6 +27,7 @@ from tasks.verify.diagnose import Expected, explain
 from tasks.vocabulary import DType, Receipt, RowEvidence, digest_ids
 
 POLL_SECONDS = 0.02  # how often receipts that are still being written are asked for
+BUSY_POLL_SECONDS = 0.5  # the same while the engine computes: between two steps, every question costs it time
 ADMIT_STEPS = 4  # samples for this many engine steps are kept waiting inside the engine
 EVIDENCE_ROWS = 32  # rows of a sample whose values are compared where ranks disagree
 
@@ -222,6 +224,7 @@ class CaptureEngine:
                 int(engine.staging_gib * 2**30) // writers,
                 engine.ring_slots,
                 writers > 1,
+                engine.writer_process,
             ),
         )
         return vllm_engine
@@ -274,6 +277,7 @@ class CaptureEngine:
 
     def _serve(self, vllm_engine: Any, active: list[Job], *, until_done: bool = False) -> None:
         admitted = 0
+        ask_next = 0.0
         owner: dict[str, Job] = {}
         while not self._stopping.is_set():
             running = bool(owner)
@@ -293,6 +297,9 @@ class CaptureEngine:
                         job = owner.pop(output.request_id)
                         job._next_tokens[output.request_id] = int(output.outputs[0].token_ids[0])
                         job.on_sample(output.request_id, len(job.samples[output.request_id]))
+            if owner and monotonic() < ask_next:
+                continue
+            ask_next = monotonic() + BUSY_POLL_SECONDS
             for job in [j for j in active[:admitted] if j._computed]:
                 if self._collect(vllm_engine, job):
                     active.remove(job)

@@ -26,6 +26,11 @@ class Span:
     rows: slice
     """Where the rows stand in the step's tensors; padding lies behind the last span."""
 
+    @property
+    def key(self) -> str:
+        """Key of the sample: vLLM appends "-" and 8 hex digits to the id that a request was given."""
+        return self.request_id.rpartition("-")[0]
+
 
 class MisshapenStep(SeamError):
     """The states of one step have another number, shape or element type than was asked for."""

@@ -1,11 +1,12 @@
 """Writer threads: a complete sample in host memory becomes staged files and a receipt.
 
-The threads run in the engine's worker process, beside the engine: tensors never pass through a queue between
-processes. Memory is bounded; when the writers fall behind, the engine waits.
+Tensors never pass through a queue between processes. Memory is bounded; when the writers fall behind, the engine
+waits. A long sample's chunks are encoded side by side, so that the last sample of a run is not one thread's work.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+import pkgutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -22,12 +23,16 @@ from tasks.profile import profile_of
 from tasks.vocabulary import DType, Receipt, StagingFailure, digest_ids
 
 #: Stage one sample: (directory, key, what the stage needs to know of the store, states [L, T, H] as uint16 bits or
-#: float32, ids [T]) -> {path: (bytes, crc32c)}
-Stage = Callable[[Path, str, Mapping[str, Any], npt.NDArray[Any], npt.NDArray[np.int32]], Mapping[str, tuple[int, int]]]
+#: float32, ids [T], threads for its chunks) -> {path: (bytes, crc32c)}
+Stage = Callable[
+    [Path, str, Mapping[str, Any], npt.NDArray[Any], npt.NDArray[np.int32], Executor], Mapping[str, tuple[int, int]]
+]
+
+_DIGEST_ROWS = 1024  # of one depth, digested by one thread
 
 
 class Writer:
-    """Encodes and stages samples in threads, and keeps their receipts until they are collected."""
+    """Encodes and stages samples in threads, and gives a receipt for each."""
 
     def __init__(
         self,
@@ -35,67 +40,58 @@ class Writer:
         rank: int,
         world_size: int,
         dtype: DType,
-        stage: Stage,
+        stage: str,
         stage_spec: Mapping[str, Any],
         threads: int,
         limit_bytes: int,
+        on_receipt: Callable[[Receipt, npt.NDArray[np.int64]], None],
         witnessed: bool = False,
     ) -> None:
         self._witnessed = witnessed
         self._rank, self._world_size, self._dtype = rank, world_size, dtype
-        self._stage, self._stage_spec = stage, stage_spec
+        self._stage: Stage = pkgutil.resolve_name(stage)
+        self._stage_spec = stage_spec
+        self._on_receipt = on_receipt
         self.memory = HostMemory(limit_bytes)
         self.seconds = {"digest": 0.0, "stage": 0.0}
-        """Where the threads' time went, summed over them."""
-        self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="layertap-writer")
-        self._receipts: dict[str, Future[Receipt]] = {}
-        self._row_digests: dict[str, npt.NDArray[np.int64]] = {}
+        """From beginning to end of each, added up over samples."""
+        self._samples = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="layertap-writer")
+        self._chunks = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="layertap-encoder")
 
     def submit(self, sample: Sample) -> None:
         """Take a complete sample; staged only where this rank keeps the states."""
         if sample.buffer is not None:
             self.memory.writing()
-        self._receipts[sample.key] = self._pool.submit(self._write, sample)
+        self._samples.submit(self._write, sample)
 
     def abandon(self, sample: Sample) -> None:
-        """Write the receipt of a sample that will not be completed."""
+        """Give the receipt of a sample that will not be completed."""
         if sample.buffer is not None:
             self.memory.give_back(sample.buffer, written=False)
         error = sample.error
         if error is None and sample.misshapen is None:
             error = f"only rows [0, {sample.filled}) of {sample.num_tokens} were computed"
-        done: Future[Receipt] = Future()
-        done.set_result(self._receipt(sample, error=error))
-        self._receipts[sample.key] = done
-
-    def ready(self, key: str) -> bool:
-        """Whether the receipt of this sample can be collected."""
-        return key in self._receipts and self._receipts[key].done()
-
-    def receipt(self, key: str) -> Receipt:
-        return self._receipts[key].result()
-
-    def row_digests(self, key: str) -> bytes:
-        """Digests of every row of a sample whose receipt was not forgotten yet: int64 [T, L], little-endian."""
-        return self._row_digests[key].astype("<i8").tobytes()
-
-    def forget(self, keys: Iterable[str]) -> None:
-        for key in keys:
-            del self._receipts[key], self._row_digests[key]
+        self._on_receipt(self._receipt(sample, error=error), sample.digests_TL)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._samples.shutdown(wait=True, cancel_futures=True)
+        self._chunks.shutdown(wait=True, cancel_futures=True)
 
-    def _write(self, sample: Sample) -> Receipt:
+    def _write(self, sample: Sample) -> None:
+        self._on_receipt(self._written(sample), sample.digests_TL)
+
+    def _written(self, sample: Sample) -> Receipt:
         states_LTH, buffer = sample.states_LTH, sample.buffer
         if states_LTH is None or buffer is None:
             return self._receipt(sample)
         began = perf_counter()
         try:
-            arrived_TL = np.stack([digest.row_digests(rows_TH).numpy() for rows_TH in states_LTH], axis=1)
+            arrived_TL = self._digests_on_arrival(states_LTH)
             digested = perf_counter()
             bits = states_LTH.view(torch.uint16) if states_LTH.dtype == torch.bfloat16 else states_LTH
-            objects = self._stage(sample.directory, sample.key, self._stage_spec, bits.numpy(), sample.input_ids_T)
+            objects = self._stage(
+                sample.directory, sample.key, self._stage_spec, bits.numpy(), sample.input_ids_T, self._chunks
+            )
             self.seconds["digest"] += digested - began
             self.seconds["stage"] += perf_counter() - digested
             changed_TL, unwritten_TL = _changes(sample, states_LTH, arrived_TL)
@@ -114,10 +110,26 @@ class Writer:
         finally:
             self.memory.give_back(buffer, written=True)
 
+    def _digests_on_arrival(self, states_LTH: torch.Tensor) -> npt.NDArray[np.int64]:
+        """Digests of each row as it stands in host memory, int64 [T, L]."""
+        num_depths, num_tokens = states_LTH.shape[:2]
+        blocks = [(d, t) for d in range(num_depths) for t in range(0, num_tokens, _DIGEST_ROWS)]
+        arrived_TL = np.empty((num_tokens, num_depths), np.int64)
+
+        def digest_block(block: tuple[int, int]) -> None:
+            depth, start = block
+            rows_NH = states_LTH[depth, start : start + _DIGEST_ROWS]
+            arrived_TL[start : start + len(rows_NH), depth] = digest.row_digests(rows_NH).numpy()
+
+        # Handing blocks to other threads pays where there are several for each depth.
+        run = self._chunks.map if num_tokens > _DIGEST_ROWS else map
+        for _ in run(digest_block, blocks):
+            pass
+        return arrived_TL
+
     def _receipt(
         self, sample: Sample, *, objects: Mapping[str, tuple[int, int]] | None = None, error: str | None = None
     ) -> Receipt:
-        self._row_digests[sample.key] = sample.digests_TL
         num_depths = sample.digests_TL.shape[1]
         shape, dtype = sample.misshapen or ((num_depths, sample.filled, sample.hidden_size), self._dtype)
         row_squares_TL = sample.squares_TL / sample.hidden_size

@@ -86,8 +86,8 @@ def stage_states(
         # Plain strings here and below: for small samples, pathlib takes as long as the system calls.
         os.makedirs(f"{directory}/hidden_states", exist_ok=True)  # noqa: PTH103
         write("hidden_states/zarr.json", templates.array("hidden_states", num_tokens))
-        run = executor.map if executor is not None else map
         tiles = spec.tiles(num_tokens)
+        run = executor.map if executor is not None and len(tiles) > 1 else map
         # An executor would take all chunks at once; a window keeps memory bounded.
         for start in range(0, len(tiles), _WINDOW):
             window = tiles[start : start + _WINDOW]

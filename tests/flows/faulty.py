@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tasks.extract.assembly import Assembly
 from tasks.extract.cpu_worker import CpuCaptureWorker
 from tasks.extract.step import Span, Step
 from tasks.store.stage import stage_states
@@ -25,10 +26,10 @@ def script() -> dict[int, str]:
     return {int(n): fault for n, fault in json.loads(os.environ.get(SCRIPT, "{}")).items()}
 
 
-def stage(directory: Any, key: str, spec: Any, states_LTH: Any, input_ids: Any) -> Any:
+def stage(directory: Any, key: str, spec: Any, states_LTH: Any, input_ids: Any, executor: Any) -> Any:
     if script().get(states_LTH.shape[1]) == "disk full":
         raise OSError(28, "No space left on device")
-    return stage_states(directory, key, spec, states_LTH, input_ids)
+    return stage_states(directory, key, spec, states_LTH, input_ids, executor)
 
 
 class FaultyWorker(CpuCaptureWorker):
@@ -116,14 +117,25 @@ class FaultyWorker(CpuCaptureWorker):
 
     def layertap_open(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         told = super().layertap_open(*args, **kwargs)
-        complete = self._assembler.on_complete
+        assembly = self._assembly
+        assert isinstance(assembly, Assembly)
+        complete, deliver = assembly.assembler.on_complete, assembly.deliver
 
         def on_complete(sample: Any) -> None:
             if self._faults.get(sample.key) == "rows never written" and sample.states_LTH is not None:
                 sample.states_LTH[:, 3:5] = torch.nan  # as the buffer was before
             complete(sample)
 
-        self._assembler.on_complete = on_complete
+        def faulty_deliver(places: Any, states: Any, summary: Any) -> None:
+            for span, state_rows in places:
+                fault = self._fault(span.request_id)
+                if state_rows is not None and fault in HOST_FAULTS:
+                    states = tuple(s.clone() for s in states)
+                    HOST_FAULTS[fault](states, state_rows)
+            deliver(places, states, summary)
+
+        assembly.assembler.on_complete = on_complete
+        assembly.deliver = faulty_deliver  # type: ignore[method-assign]
         return told
 
     def layertap_expect(self, directory: str, samples: dict[str, int], suspect: bool = False) -> None:
@@ -132,14 +144,6 @@ class FaultyWorker(CpuCaptureWorker):
             if num_tokens in script():
                 self._faults[key] = script()[num_tokens]
         super().layertap_expect(directory, samples, suspect)
-
-    def _deliver(self, places: Any, states: Any, summary: Any) -> None:
-        for span, state_rows in places:
-            fault = self._fault(span.request_id)
-            if state_rows is not None and fault in HOST_FAULTS:
-                states = tuple(s.clone() for s in states)
-                HOST_FAULTS[fault](states, state_rows)
-        super()._deliver(places, states, summary)
 
     def layertap_collect(self, keys: list[str]) -> Any:
         receipts = super().layertap_collect(keys)

@@ -1,0 +1,283 @@
+"""An assembly in a process of its own beside the engine's worker.
+
+Encoding takes a dozen threads, and each takes the interpreter's lock some hundred times a second. In the worker's own
+process the engine, which launches thousands of kernels a step from Python, would wait for them: extraction then ran
+at two thirds of the speed of prefill. Here the worker only copies a step into memory that both processes share and
+says so; what comes back is small.
+"""
+
+import mmap
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from socket import socketpair
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tasks.extract.assemble import RowSummary
+from tasks.extract.assembly import Assembly, AssemblySpec, OnReceipt, Place
+from tasks.vocabulary import Receipt
+
+ENDED = "the process that writes samples ended"
+_ALIGNMENT = 4096
+
+
+class AssemblyDied(RuntimeError):
+    """The process that assembles and writes samples ended."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One step's place in the shared memory, as either process sees it."""
+
+    index: int
+    memory: torch.Tensor
+    """uint8, of :func:`slot_bytes` bytes."""
+    spec: AssemblySpec
+
+    def views(self, num_rows: int, kept_rows: int) -> tuple[torch.Tensor, RowSummary]:
+        """Where a step's kept states [L, n, H] and the summary of all its rows stand."""
+        depths = self.spec.num_depths
+        fields = (
+            (self.spec.torch_dtype, (depths, kept_rows, self.spec.hidden_size)),
+            (torch.int64, (num_rows, depths)),
+            (torch.float64, (num_rows, depths)),
+            (torch.int32, (num_rows, depths)),
+            (torch.bool, (num_rows, depths)),
+            (torch.bool, (num_rows, depths)),
+            (torch.int32, (num_rows,)),
+        )
+        views, start = [], 0
+        for dtype, shape in fields:
+            stop = start + dtype.itemsize * int(np.prod(shape))
+            views.append(self.memory[start:stop].view(dtype).view(shape))
+            start = -(-stop // _ALIGNMENT) * _ALIGNMENT
+        return views[0], RowSummary(*views[1:])
+
+
+def slot_bytes(spec: AssemblySpec, max_rows: int) -> int:
+    """Size of a slot for steps of so many rows; a rank that keeps no states needs room for summaries only."""
+    states = spec.hidden_size * spec.torch_dtype.itemsize if spec.keeps_any else 0
+    summary = 8 + 8 + 4 + 1 + 1
+    size = max_rows * (spec.num_depths * (states + summary) + 4) + 7 * _ALIGNMENT
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _slots(descriptor: int, count: int, size: int, spec: AssemblySpec) -> tuple[torch.Tensor, list[Slot]]:
+    """The shared memory as a whole, and slot by slot."""
+    whole = torch.from_numpy(np.frombuffer(mmap.mmap(descriptor, count * size), np.uint8))
+    return whole, [Slot(i, whole[i * size : (i + 1) * size], spec) for i in range(count)]
+
+
+class AssemblyProcess:
+    """The worker's side: has the methods of :class:`tasks.extract.assembly.Assembly`, and the slots.
+
+    The other process ends when this one does, since their connection ends then, or when it is closed.
+    """
+
+    def __init__(self, spec: AssemblySpec, on_receipt: OnReceipt, *, slots: int, max_rows: int) -> None:
+        self._delivered = 0
+        self._on_receipt = on_receipt
+        self._error: AssemblyDied | None = None
+        self._free: queue.SimpleQueue[Slot | None] = queue.SimpleQueue()
+        self._reports: queue.SimpleQueue[dict[str, float] | None] = queue.SimpleQueue()
+        self._sending = threading.Lock()
+        self._pinned = False
+
+        size = slot_bytes(spec, max_rows)
+        memory = os.memfd_create("layertap-ring")
+        os.truncate(memory, slots * size)
+        self._whole, self._slots = _slots(memory, slots, size, spec)
+        for slot in self._slots:
+            self._free.put(slot)
+        ours, theirs = socketpair()
+        with theirs:
+            # Not forked: a child of a process with threads and CUDA may find a lock held for ever.
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno()), str(memory)],
+                pass_fds=(theirs.fileno(), memory),
+                stdin=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(p or str(Path.cwd()) for p in sys.path)},
+            )
+        os.close(memory)
+        self._connection: Connection[Any, Any] = Connection(ours.detach())
+        self._send(spec, slots, size)
+        self._reader = threading.Thread(target=self._receive, name="layertap-receipts", daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def pin(self) -> None:
+        """Lock the shared memory for copies from a GPU that do not wait for the CPU.
+
+        Raises:
+            MemoryError: the system does not allow so much.
+        """
+        code = _cudart().cudaHostRegister(self._whole.data_ptr(), self._whole.nbytes, 0)
+        if int(code) != 0:
+            raise MemoryError(
+                f"{self._whole.nbytes / 2**30:.1f} GiB of host memory cannot be pinned (CUDA error {int(code)}); "
+                "use fewer ring_slots or a smaller max_num_batched_tokens"
+            )
+        self._pinned = True
+
+    @property
+    def delivered(self) -> int:
+        """Steps whose rows have been taken out of their slots.
+
+        Raises:
+            AssemblyDied: the other process ended.
+        """
+        if self._error is not None:
+            raise self._error
+        return self._delivered
+
+    def free_slot(self) -> Slot:
+        """A slot that no step is in; waits for one.
+
+        Raises:
+            AssemblyDied: the other process ended.
+        """
+        slot = self._free.get()
+        if slot is None:
+            self._free.put(None)
+            raise self._error or AssemblyDied("closed")
+        return slot
+
+    def deliver(self, slot: Slot, places: Sequence[Place], num_rows: int, kept_rows: int) -> None:
+        self._send("deliver", slot.index, list(places), num_rows, kept_rows)
+
+    def expect(self, directory: str, samples: Mapping[str, int]) -> None:
+        self._send("expect", directory, dict(samples))
+
+    def refuse(self, key: str, shape: tuple[int, ...], dtype: str) -> None:
+        self._send("refuse", key, shape, dtype)
+
+    def settle(self, keys: Iterable[str]) -> None:
+        self._send("settle", list(keys))
+
+    def report(self) -> dict[str, float]:
+        self._send("report")
+        return self._answer()
+
+    def close(self) -> dict[str, float]:
+        self._send("close")
+        report = self._answer()
+        self._process.wait()
+        self._reader.join()
+        if self._pinned:
+            _cudart().cudaHostUnregister(self._whole.data_ptr())
+        return report
+
+    def _answer(self) -> dict[str, float]:
+        report = self._reports.get()
+        if report is None:
+            raise self._error or AssemblyDied("closed")
+        return report
+
+    def _send(self, *message: Any) -> None:
+        if self._error is not None:
+            raise self._error
+        try:
+            with self._sending:
+                self._connection.send(message)
+        except OSError as error:
+            raise AssemblyDied(ENDED) from error
+
+    def _receive(self) -> None:
+        reason = ENDED
+        try:
+            while True:
+                match self._connection.recv():
+                    case ("receipt", receipt, digests_TL):
+                        self._on_receipt(receipt, digests_TL)
+                    case ("free", index):
+                        self._delivered += 1
+                        self._free.put(self._slots[index])
+                    case ("report", report):
+                        self._reports.put(report)
+                    case ("failed", text):
+                        reason = text
+        except (EOFError, OSError):
+            self._error = AssemblyDied(reason)
+            self._free.put(None)
+            self._reports.put(None)
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+class _Other:
+    """The other side: an assembly, and a queue that keeps what it is told in order."""
+
+    def __init__(self, connection: "Connection[Any, Any]", memory: int) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+        spec, slots, size = connection.recv()
+        _, self._slots = _slots(memory, slots, size, spec)
+        self._assembly = Assembly(spec, self._receipt)
+        self._messages: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        threading.Thread(target=self._work, name="layertap-assembly", daemon=True).start()
+        while True:  # the worker never waits for this process to read
+            self._messages.put(self._connection.recv())
+
+    def _work(self) -> None:
+        do: dict[str, Callable[..., Any]] = {
+            "deliver": self._deliver,
+            "expect": self._assembly.expect,
+            "refuse": self._assembly.refuse,
+            "settle": self._assembly.settle,
+            "report": lambda: self._send("report", self._assembly.report() | {"host_bytes": _peak_bytes()}),
+        }
+        try:
+            while (message := self._messages.get())[0] != "close":
+                do[message[0]](*message[1:])
+            self._send("report", self._assembly.close() | {"host_bytes": _peak_bytes()})
+            os._exit(0)
+        except BaseException as error:
+            self._send("failed", f"the process that writes samples failed: {type(error).__name__}: {error}")
+            os._exit(1)
+
+    def _deliver(self, index: int, places: list[Place], num_rows: int, kept_rows: int) -> None:
+        states_LNH, summary = self._slots[index].views(num_rows, kept_rows)
+        self._assembly.deliver(places, tuple(states_LNH), summary)
+        self._send("free", index)
+
+    def _receipt(self, receipt: Receipt, digests_TL: npt.NDArray[np.int64]) -> None:
+        self._send("receipt", receipt, digests_TL)
+
+    def _send(self, *message: Any) -> None:
+        with self._sending:
+            self._connection.send(message)
+
+
+def _peak_bytes() -> int:
+    with open("/proc/self/status", encoding="ascii") as status:  # noqa: PTH123
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+
+
+def main() -> None:
+    """Serve the worker that started this process, until it closes the connection or ends."""
+    torch.set_num_threads(1)  # the threads here are the writers'
+    try:
+        _Other(Connection(int(sys.argv[1])), int(sys.argv[2])).run()
+    except (EOFError, OSError):
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()
