@@ -15,6 +15,16 @@ from tasks.extract.witness import Witness
 class Pausing(CaptureMixin):
     """Adds what only a benchmark needs."""
 
+    def load_model(self, **kwargs: Any) -> None:
+        super().load_model(**kwargs)
+        if self.vllm_config.load_config.load_format == "dummy":
+            scale_up(self.model_runner.get_model())
+
+    def bench_reopen(self, *args: Any) -> None:
+        """Go on with other settings; takes what :meth:`layertap_open` takes."""
+        self.layertap_close()
+        self.layertap_open(*args)
+
     def bench_pause(self, paused: bool) -> None:
         """Let the model run as it would without any capture, or capture again."""
         self._open = not paused
@@ -51,6 +61,20 @@ class Pausing(CaptureMixin):
             "host_bytes": host + writing.get("host_bytes", 0),
             "waited_for_copy": self._transfer.waited,
         }
+
+
+def scale_up(model: torch.nn.Module) -> None:
+    """Give made-up weights the size of trained ones.
+
+    vLLM makes them so small that no layer changes the residual stream: all depths would be equal bit for bit, and so
+    would all rows of one token.
+    """
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1 and weight.is_floating_point():
+                weight.mul_(20)
+            elif name.endswith("norm.weight"):
+                weight.fill_(1)
 
 
 SPENT = {"s": 0.0}

@@ -33,7 +33,12 @@ from tasks.vocabulary import Identity, PlannedSample, digest_ids
 
 
 def drop(
-    _directory: Path, _key: str, _spec: Mapping[str, Any], _states_LTH: npt.NDArray[Any], _ids: npt.NDArray[np.int32]
+    _directory: Path,
+    _key: str,
+    _spec: Mapping[str, Any],
+    _states_LTH: npt.NDArray[Any],
+    _ids: npt.NDArray[np.int32],
+    _executor: Any,
 ) -> dict[str, tuple[int, int]]:
     """Stage nothing."""
     return {}

@@ -60,6 +60,7 @@ def capture(name: str, size: int, directory: Path) -> Captured:
         max_num_seqs=16,
         kv_cache_gib=0.5,
         in_process=size == 1 and "vision_config" not in checkpoint.config,
+        writer_process=name == "qwen3",  # as on a GPU
         staging_gib=0.25,
         writer_threads=1,
     )
