@@ -20,11 +20,6 @@ class Pausing(CaptureMixin):
         if self.vllm_config.load_config.load_format == "dummy":
             scale_up(self.model_runner.get_model())
 
-    def bench_reopen(self, *args: Any) -> None:
-        """Go on with other settings; takes what :meth:`layertap_open` takes."""
-        self.layertap_close()
-        self.layertap_open(*args)
-
     def bench_pause(self, paused: bool) -> None:
         """Let the model run as it would without any capture, or capture again."""
         self._open = not paused

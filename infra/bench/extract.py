@@ -15,6 +15,7 @@ import shutil
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch
 from tasks.extract import engine as engine_module
 from tasks.extract.config import Engine
 from tasks.extract.engine import CaptureEngine, EngineSpec, Job
+from tasks.extract.receipts import Inbox
 from tasks.layers import Layers
 from tasks.model import Checkpoint, read
 from tasks.store import StagedSample, Store
@@ -89,15 +91,24 @@ class BenchEngine(CaptureEngine):
             vllm_engine.add_request(key, {"prompt_token_ids": ids.tolist()}, parameters)
             owner[key] = job
 
-    def _collect(self, vllm_engine: Any, job: Job) -> bool:
+    def _collect(self, vllm_engine: Any, job: Job, *, idle: bool) -> bool:
         if not isinstance(job, PlainJob):
-            return super()._collect(vllm_engine, job)
+            return super()._collect(vllm_engine, job, idle=idle)
         job.receipts.set_result({})
         return True
 
     def _serve(self, vllm_engine: Any, active: list[Job], *, until_done: bool = False) -> None:
         self.vllm_engine = vllm_engine
         super()._serve(vllm_engine, active, until_done=until_done)
+
+    def reopen(self, **changes: Any) -> None:
+        """Go on with other settings of the capture; only while no job is under way."""
+        self._inbox.expect_end()
+        self.rpc("layertap_close")
+        self._inbox.close()
+        self._inbox = Inbox(self.spec.engine.tensor_parallel_size)
+        self.rpc("layertap_open", asdict(replace(self._settings(), **changes)))
+        self._inbox.accept()
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
         """Only while no job is under way."""

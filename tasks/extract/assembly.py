@@ -1,15 +1,17 @@
 """What becomes of rows in host memory: whole samples, staged files, receipts."""
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
-from tasks.extract.assemble import Assembler, RowSummary
+from tasks.extract.assemble import Assembler, RowSummary, Sample
+from tasks.extract.receipts import Outbox
 from tasks.extract.step import Span
 from tasks.extract.writer import Writer
 from tasks.vocabulary import DType, Receipt
@@ -17,8 +19,14 @@ from tasks.vocabulary import DType, Receipt
 #: A request's rows of a step, and where its states stand in what is delivered; None if this rank does not keep them.
 Place = tuple[Span, slice | None]
 
-#: Receives the receipt of one sample and the digests of its rows, int64 [T, L]; called on any thread.
-OnReceipt = Callable[[Receipt, npt.NDArray[Any]], None]
+
+class Wanted(NamedTuple):
+    """A sample that the engine was asked for."""
+
+    key: str
+    num_tokens: int
+    directory: str
+    """To stage it in."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +38,8 @@ class AssemblySpec:
     num_depths: int
     hidden_size: int
     dtype: DType
+    receipts: str
+    """Address of :class:`tasks.extract.receipts.Inbox`."""
     deal: bool
     """Whether samples are dealt over the ranks to be written, or all written by the first."""
     stage: str
@@ -57,8 +67,14 @@ class AssemblySpec:
 class Assembly:
     """Assembles samples from the rows of engine steps, and writes them; safe to call from any thread."""
 
-    def __init__(self, spec: AssemblySpec, on_receipt: OnReceipt) -> None:
+    def __init__(self, spec: AssemblySpec) -> None:
         self._lock = threading.Lock()
+        self.outbox = Outbox(spec.receipts, spec.rank)
+        self._owed_lock = threading.Lock()
+        self._owed: set[str] = set()
+        """Samples that are complete and have no receipt yet."""
+        self._settling: list[tuple[str, set[str]]] = []
+        """First key of samples to be settled, and those among them that are owed a receipt."""
         self.writer = Writer(
             rank=spec.rank,
             world_size=spec.world_size,
@@ -68,21 +84,21 @@ class Assembly:
             threads=spec.writer_threads,
             limit_bytes=spec.staging_bytes,
             witnessed=spec.witnessed,
-            on_receipt=on_receipt,
+            on_receipt=self._pay,
         )
         self.assembler = Assembler(
             num_depths=spec.num_depths,
             hidden_size=spec.hidden_size,
             dtype=spec.torch_dtype,
             keeps=spec.keeps,
-            on_complete=self.writer.submit,
+            on_complete=self._write,
             take=self.writer.memory.take,
         )
 
-    def expect(self, directory: str, samples: Mapping[str, int]) -> None:
-        """Announce samples, key -> tokens, to be staged in a directory."""
+    def expect(self, wanted: Iterable[Wanted]) -> None:
+        """Announce samples, before their rows come."""
         with self._lock:
-            for key, num_tokens in samples.items():
+            for key, num_tokens, directory in wanted:
                 self.assembler.expect(key, num_tokens, Path(directory))
 
     def deliver(self, places: Sequence[Place], states: Sequence[torch.Tensor], summary: RowSummary) -> None:
@@ -96,13 +112,35 @@ class Assembly:
         with self._lock:
             self.assembler.refuse(key, shape, dtype)
 
-    def settle(self, keys: Iterable[str]) -> None:
-        """No more rows of these samples will come: what is not complete gets its receipt now."""
+    def settle(self, keys: Sequence[str]) -> None:
+        """No more rows of these samples will come: see that each has its receipt, and say when that is so."""
         with self._lock:
             for key in keys:
                 unfinished = self.assembler.forget(key)
                 if unfinished is not None:
                     self.writer.abandon(unfinished)
+            with self._owed_lock:
+                self._settling.append((keys[0], self._owed.intersection(keys)))
+                self._say_settled()
+
+    def _write(self, sample: Sample) -> None:
+        with self._owed_lock:
+            self._owed.add(sample.key)
+        self.writer.submit(sample)
+
+    def _pay(self, receipt: Receipt, digests_TL: npt.NDArray[np.int64]) -> None:
+        self.outbox.receipt(receipt, digests_TL)
+        with self._owed_lock:
+            self._owed.discard(receipt.key)
+            for _, owed in self._settling:
+                owed.discard(receipt.key)
+            self._say_settled()
+
+    def _say_settled(self) -> None:
+        for first_key, owed in self._settling:
+            if not owed:
+                self.outbox.settled(first_key)
+        self._settling = [(first_key, owed) for first_key, owed in self._settling if owed]
 
     def report(self) -> dict[str, float]:
         """Seconds that the capture has waited for the writers, and that their threads have spent, by what on."""
@@ -112,4 +150,5 @@ class Assembly:
     def close(self) -> dict[str, float]:
         """Stop writing; what waits to be written is dropped. Returns the report."""
         self.writer.close()
+        self.outbox.close()
         return self.report()

@@ -3,7 +3,7 @@
 Encoding takes a dozen threads, and each takes the interpreter's lock some hundred times a second. In the worker's own
 process the engine, which launches thousands of kernels a step from Python, would wait for them: extraction then ran
 at two thirds of the speed of prefill. Here the worker only copies a step into memory that both processes share and
-says so; what comes back is small.
+says so. Receipts go from here straight to the flow's process.
 """
 
 import mmap
@@ -12,7 +12,7 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,12 +20,10 @@ from socket import socketpair
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from tasks.extract.assemble import RowSummary
-from tasks.extract.assembly import Assembly, AssemblySpec, OnReceipt, Place
-from tasks.vocabulary import Receipt
+from tasks.extract.assembly import Assembly, AssemblySpec, Place, Wanted
 
 ENDED = "the process that writes samples ended"
 _ALIGNMENT = 4096
@@ -84,9 +82,8 @@ class AssemblyProcess:
     The other process ends when this one does, since their connection ends then, or when it is closed.
     """
 
-    def __init__(self, spec: AssemblySpec, on_receipt: OnReceipt, *, slots: int, max_rows: int) -> None:
+    def __init__(self, spec: AssemblySpec, *, slots: int, max_rows: int) -> None:
         self._delivered = 0
-        self._on_receipt = on_receipt
         self._error: AssemblyDied | None = None
         self._free: queue.SimpleQueue[Slot | None] = queue.SimpleQueue()
         self._reports: queue.SimpleQueue[dict[str, float] | None] = queue.SimpleQueue()
@@ -111,7 +108,11 @@ class AssemblyProcess:
         os.close(memory)
         self._connection: Connection[Any, Any] = Connection(ours.detach())
         self._send(spec, slots, size)
-        self._reader = threading.Thread(target=self._receive, name="layertap-receipts", daemon=True)
+        try:
+            self._connection.recv()  # it is ready
+        except EOFError as error:
+            raise AssemblyDied(f"{ENDED} before it began; its output says why") from error
+        self._reader = threading.Thread(target=self._receive, name="layertap-slots", daemon=True)
         self._reader.start()
 
     @property
@@ -158,13 +159,13 @@ class AssemblyProcess:
     def deliver(self, slot: Slot, places: Sequence[Place], num_rows: int, kept_rows: int) -> None:
         self._send("deliver", slot.index, list(places), num_rows, kept_rows)
 
-    def expect(self, directory: str, samples: Mapping[str, int]) -> None:
-        self._send("expect", directory, dict(samples))
+    def expect(self, wanted: Iterable[Wanted]) -> None:
+        self._send("expect", list(wanted))
 
     def refuse(self, key: str, shape: tuple[int, ...], dtype: str) -> None:
         self._send("refuse", key, shape, dtype)
 
-    def settle(self, keys: Iterable[str]) -> None:
+    def settle(self, keys: Sequence[str]) -> None:
         self._send("settle", list(keys))
 
     def report(self) -> dict[str, float]:
@@ -200,8 +201,6 @@ class AssemblyProcess:
         try:
             while True:
                 match self._connection.recv():
-                    case ("receipt", receipt, digests_TL):
-                        self._on_receipt(receipt, digests_TL)
                     case ("free", index):
                         self._delivered += 1
                         self._free.put(self._slots[index])
@@ -224,11 +223,11 @@ class _Other:
 
     def __init__(self, connection: "Connection[Any, Any]", memory: int) -> None:
         self._connection = connection
-        self._sending = threading.Lock()
         spec, slots, size = connection.recv()
         _, self._slots = _slots(memory, slots, size, spec)
-        self._assembly = Assembly(spec, self._receipt)
+        self._assembly = Assembly(spec)
         self._messages: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self._send("ready")
 
     def run(self) -> None:
         threading.Thread(target=self._work, name="layertap-assembly", daemon=True).start()
@@ -257,12 +256,8 @@ class _Other:
         self._assembly.deliver(places, tuple(states_LNH), summary)
         self._send("free", index)
 
-    def _receipt(self, receipt: Receipt, digests_TL: npt.NDArray[np.int64]) -> None:
-        self._send("receipt", receipt, digests_TL)
-
     def _send(self, *message: Any) -> None:
-        with self._sending:
-            self._connection.send(message)
+        self._connection.send(message)
 
 
 def _peak_bytes() -> int:

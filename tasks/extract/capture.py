@@ -10,19 +10,18 @@ import os
 import select
 import signal
 import threading
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy.typing as npt
 import torch
 
-from tasks.extract.assembly import Assembly, AssemblySpec
+from tasks.extract.assembly import Assembly, AssemblySpec, Wanted
 from tasks.extract.assembly_process import AssemblyProcess
 from tasks.extract.step import MisshapenStep, SeamError, Step, check_step, read_step
 from tasks.extract.transfer import DirectTransfer, SharedRing, Transfer
 from tasks.extract.witness import Witness
 from tasks.report.log import logger
-from tasks.vocabulary import Receipt
 
 OWNER_VARIABLE = "LAYERTAP_OWNER_PID"
 """Environment variable with the process id of the flow; the engine's processes end when that process does."""
@@ -47,6 +46,28 @@ def watch_owner() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=wait, name="layertap-owner-watch", daemon=True).start()
+
+
+@dataclass(frozen=True)
+class CaptureSettings:
+    """What a rank's capture needs to know beside the engine's own configuration; plain values."""
+
+    stage: str
+    """The function that stages a sample, as ``package.module:function``."""
+    stage_spec: dict[str, Any]
+    """What it needs to know of the store."""
+    receipts: str
+    """Address of :class:`tasks.extract.receipts.Inbox`."""
+    writer_threads: int
+    """Of this rank."""
+    staging_bytes: int
+    """Bound on this rank's host memory for captured samples."""
+    ring_slots: int
+    """Buffers between the device and the process that writes."""
+    deal: bool
+    """Whether samples are dealt over the ranks to be written, or all written by the first."""
+    writer_process: bool | None
+    """Whether samples are assembled and written in a process of their own; on a GPU always."""
 
 
 class CaptureMixin:
@@ -74,6 +95,8 @@ class CaptureMixin:
         self._witness = Witness(self.model_runner.get_model(), self._depths) if watch else None
 
     def execute_model(self, scheduler_output: Any) -> Any:
+        if self._open and (wanted := list(_wanted(scheduler_output))):
+            self._expect(wanted)
         output = super().execute_model(scheduler_output)  # type: ignore[misc]
         # Dummy and warm-up batches run before the capture is opened.
         if self._open and scheduler_output.total_num_scheduled_tokens > 0:
@@ -116,54 +139,43 @@ class CaptureMixin:
                 rows_LNH = torch.stack([rows_NH[span.rows] for rows_NH in step.states])
                 kept.append((span.start, rows_LNH.float().cpu()))
 
-    def layertap_open(
-        self,
-        stage: str,
-        stage_spec: dict[str, Any],
-        writer_threads: int,
-        staging_bytes: int,
-        ring_slots: int,
-        deal: bool,
-        writer_process: bool | None,
-    ) -> dict[str, Any]:
+    def _expect(self, wanted: list[Wanted]) -> None:
+        self._assembly.expect(wanted)
+
+    def layertap_open(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Make ready to capture.
 
         Args:
-            stage: the function that stages a sample, as ``package.module:function``.
-            stage_spec: what it needs to know of the store.
-            writer_threads: threads of this rank that encode and write.
-            staging_bytes: bound on this rank's host memory for captured samples.
-            ring_slots: buffers between the device and the process that writes.
-            deal: whether samples are dealt over the ranks to be written, or all written by the first.
-            writer_process: whether samples are assembled and written in a process of their own; on a GPU if None.
+            settings: of :class:`CaptureSettings`.
 
         Returns:
             What this rank is, for the engine to check and the store to record.
         """
+        asked = CaptureSettings(**settings)
         spec = AssemblySpec(
             rank=self.rank,
             world_size=self.vllm_config.parallel_config.tensor_parallel_size,
             num_depths=len(self._depths),
             hidden_size=self.model_config.get_hidden_size(),
             dtype=str(self.model_config.dtype).removeprefix("torch."),  # type: ignore[arg-type]
-            deal=deal,
-            stage=stage,
-            stage_spec=stage_spec,
-            writer_threads=writer_threads,
-            staging_bytes=staging_bytes,
+            receipts=asked.receipts,
+            deal=asked.deal,
+            stage=asked.stage,
+            stage_spec=asked.stage_spec,
+            writer_threads=asked.writer_threads,
+            staging_bytes=asked.staging_bytes,
             witnessed=self._witness is not None,
         )
         self._suspects: dict[str, list[tuple[int, torch.Tensor]]] = {}
-        self._receipts: dict[str, tuple[Receipt, npt.NDArray[Any]]] = {}
-        self._sent_before: dict[str, int] = {}
+        self._settling: dict[str, int] = {}
         self._assembly: Assembly | AssemblyProcess
         self._transfer: Transfer
-        if self.device.type == "cpu" and not writer_process:
-            self._assembly = Assembly(spec, self._keep_receipt)
+        if self.device.type == "cpu" and not asked.writer_process:
+            self._assembly = Assembly(spec)
             self._transfer = DirectTransfer(self._assembly, spec)
         else:
             max_rows = self.vllm_config.scheduler_config.max_num_batched_tokens
-            self._assembly = AssemblyProcess(spec, self._keep_receipt, slots=ring_slots, max_rows=max_rows)
+            self._assembly = AssemblyProcess(spec, slots=asked.ring_slots, max_rows=max_rows)
             self._transfer = SharedRing(self._assembly, spec, self.device)
         self._open = True
         return {
@@ -175,59 +187,36 @@ class CaptureMixin:
             "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type,
         }
 
-    def layertap_expect(self, directory: str, samples: dict[str, int], suspect: bool = False) -> None:
-        """Announce samples, before the engine is asked for them.
+    def layertap_suspect(self, keys: list[str]) -> None:
+        """Keep the values of samples that are about to be asked for, and of nothing else, until they are released."""
+        # A NaN that an earlier sample left there would come into others: masked out is multiplied by zero.
+        for cache in self.model_runner.kv_caches:
+            cache.zero_()
+        self._suspects = {key: [] for key in keys}
 
-        Args:
-            directory: to stage them in.
-            samples: key -> tokens.
-            suspect: whether every rank keeps the values of their rows for :meth:`layertap_evidence`; nothing else may
-                be in the engine then.
-        """
-        if suspect:
-            # A NaN that an earlier sample left there would come into others: masked out is multiplied by zero.
-            for cache in self.model_runner.kv_caches:
-                cache.zero_()
-            self._suspects.update({key: [] for key in samples})
-        self._assembly.expect(directory, samples)
-
-    def layertap_collect(self, keys: list[str]) -> list[dict[str, Any]] | None:
-        """Receipts of samples whose requests have finished; None while some are still on their way to the disk."""
-        first = keys[0]
-        if first not in self._sent_before:
-            self._sent_before[first] = self._transfer.sent
-        if self._sent_before[first] > self._transfer.delivered:
-            return None
-        if self._sent_before[first] >= 0:
-            self._assembly.settle(keys)
-            self._sent_before[first] = -1
-        if not all(key in self._receipts for key in keys):
-            return None
-        return [self._receipts[key][0].to_dict() for key in keys]
-
-    def layertap_evidence(self, key: str, rows: list[int]) -> dict[str, Any]:
-        """What this rank knows of single rows of a sample whose receipt was collected and not released.
+    def layertap_settle(self, keys: list[str]) -> bool:
+        """Let samples whose requests have finished have a receipt even where rows are missing.
 
         Returns:
-            ``digests`` of all its rows and, of a suspect, the ``values`` of those asked for
-            (see :class:`tasks.vocabulary.RowEvidence`).
+            False while steps are on their way to host memory that may hold their rows; ask again then.
         """
-        values = None
-        if rows and self._suspects.get(key):
-            pieces = self._suspects[key]
-            length = max(start + piece.shape[1] for start, piece in pieces)
-            whole_LTH = torch.full((pieces[0][1].shape[0], length, pieces[0][1].shape[2]), torch.nan)
-            for start, piece in pieces:
-                whole_LTH[:, start : start + piece.shape[1]] = piece
-            values = whole_LTH[:, rows].contiguous().numpy().astype("<f4").tobytes()
-        return {"digests": self._receipts[key][1].astype("<i8").tobytes(), "rows": rows, "values": values}
+        sent = self._settling.setdefault(keys[0], self._transfer.sent)
+        if self._transfer.delivered < sent:
+            return False
+        del self._settling[keys[0]]
+        self._assembly.settle(keys)
+        return True
 
-    def layertap_release(self, keys: list[str]) -> None:
-        """Forget receipts that every rank has handed over."""
-        self._sent_before.pop(keys[0], None)
-        for key in keys:
-            self._receipts.pop(key, None)
-            self._suspects.pop(key, None)
+    def layertap_values(self, key: str, rows: list[int]) -> bytes | None:
+        """Values of single rows of a suspect, float32 [L, n, H]; None of any other sample."""
+        if not rows or not self._suspects.get(key):
+            return None
+        pieces = self._suspects[key]
+        length = max(start + piece.shape[1] for start, piece in pieces)
+        whole_LTH = torch.full((pieces[0][1].shape[0], length, pieces[0][1].shape[2]), torch.nan)
+        for start, piece in pieces:
+            whole_LTH[:, start : start + piece.shape[1]] = piece
+        return whole_LTH[:, rows].contiguous().numpy().astype("<f4").tobytes()
 
     def layertap_close(self) -> dict[str, float]:
         """Stop capturing.
@@ -239,8 +228,14 @@ class CaptureMixin:
         self._transfer.close()
         return {"waited_for_copy": self._transfer.waited, **self._assembly.close()}
 
-    def _keep_receipt(self, receipt: Receipt, digests_TL: npt.NDArray[Any]) -> None:
-        self._receipts[receipt.key] = receipt, digests_TL
+
+def _wanted(scheduler_output: Any) -> Iterator[Wanted]:
+    """Samples among the requests that the engine begins with; each request says where it is to be staged."""
+    for request in scheduler_output.scheduled_new_reqs:
+        asked = getattr(request.sampling_params, "extra_args", None) or {}
+        if "layertap" in asked:
+            key = request.req_id.rpartition("-")[0]
+            yield Wanted(key, len(request.prompt_token_ids), asked["layertap"]["directory"])
 
 
 def ask_for_depths(model_runner: Any, depths: tuple[int, ...]) -> None:

@@ -10,7 +10,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import monotonic
 from typing import Any, Self
@@ -19,15 +19,16 @@ import numpy as np
 import numpy.typing as npt
 
 from tasks.digest import differing_rows
-from tasks.extract.capture import OWNER_VARIABLE
+from tasks.extract.capture import OWNER_VARIABLE, CaptureSettings
 from tasks.extract.checks import StartupError, vllm_version
 from tasks.extract.config import Engine
+from tasks.extract.receipts import Inbox
 from tasks.model import Checkpoint
 from tasks.verify.diagnose import Expected, explain
 from tasks.vocabulary import DType, Receipt, RowEvidence, digest_ids
 
 POLL_SECONDS = 0.02  # how often receipts that are still being written are asked for
-BUSY_POLL_SECONDS = 0.5  # the same while the engine computes: between two steps, every question costs it time
+SETTLE_SECONDS = 5.0  # after so long a busy engine is asked what became of samples without a receipt
 ADMIT_STEPS = 4  # samples for this many engine steps are kept waiting inside the engine
 EVIDENCE_ROWS = 32  # rows of a sample whose values are compared where ranks disagree
 
@@ -75,6 +76,8 @@ class Job:
     """Whether every rank keeps the samples' values, to be compared where ranks disagree; it runs by itself."""
     receipts: Future[dict[str, list[Receipt]]] = field(default_factory=Future)
     _next_tokens: dict[str, int] = field(default_factory=dict)
+    _computed_at: float | None = None
+    _settled: bool = False
 
     @property
     def _computed(self) -> bool:
@@ -96,6 +99,7 @@ class CaptureEngine:
         self.waits: list[dict[str, float]] = []
         """Per rank, seconds that the engine waited for the copy and for the writers; known after shutdown."""
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._inbox: Inbox
         self._started: Future[None] = Future()
         self._stopping = threading.Event()
         self._dead: BaseException | None = None
@@ -135,6 +139,7 @@ class CaptureEngine:
     def _run(self) -> None:
         vllm_engine = None
         active: list[Job] = []
+        self._inbox = Inbox(self.spec.engine.tensor_parallel_size)
         try:
             vllm_engine = self._load()
             self._probe(vllm_engine)
@@ -148,6 +153,7 @@ class CaptureEngine:
             self._stopping.set()
             if vllm_engine is not None:
                 self._unload(vllm_engine)
+            self._inbox.close()
             self._fail(active)
 
     def _fail(self, active: list[Job]) -> None:
@@ -214,22 +220,26 @@ class CaptureEngine:
             vllm_engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         except (TypeError, ValueError) as error:
             raise StartupError(f"vLLM {vllm_version()} refused the engine's arguments: {error}") from error
-        writers = engine.tensor_parallel_size if engine.writing_ranks == "all" else 1
-        self.ranks = vllm_engine.collective_rpc(
-            "layertap_open",
-            args=(
-                spec.stage,
-                dict(spec.stage_spec),
-                -(-engine.writer_threads // writers),
-                int(engine.staging_gib * 2**30) // writers,
-                engine.ring_slots,
-                writers > 1,
-                engine.writer_process,
-            ),
-        )
+        self.ranks = vllm_engine.collective_rpc("layertap_open", args=(asdict(self._settings()),))
+        self._inbox.accept()
         return vllm_engine
 
+    def _settings(self) -> CaptureSettings:
+        engine = self.spec.engine
+        writers = engine.tensor_parallel_size if engine.writing_ranks == "all" else 1
+        return CaptureSettings(
+            stage=self.spec.stage,
+            stage_spec=dict(self.spec.stage_spec),
+            receipts=self._inbox.address,
+            writer_threads=-(-engine.writer_threads // writers),
+            staging_bytes=int(engine.staging_gib * 2**30) // writers,
+            ring_slots=engine.ring_slots,
+            deal=writers > 1,
+            writer_process=engine.writer_process,
+        )
+
     def _unload(self, vllm_engine: Any) -> None:
+        self._inbox.expect_end()
         try:
             if self._dead is None:
                 self.waits = vllm_engine.collective_rpc("layertap_close")
@@ -277,7 +287,6 @@ class CaptureEngine:
 
     def _serve(self, vllm_engine: Any, active: list[Job], *, until_done: bool = False) -> None:
         admitted = 0
-        ask_next = 0.0
         owner: dict[str, Job] = {}
         while not self._stopping.is_set():
             running = bool(owner)
@@ -297,11 +306,8 @@ class CaptureEngine:
                         job = owner.pop(output.request_id)
                         job._next_tokens[output.request_id] = int(output.outputs[0].token_ids[0])
                         job.on_sample(output.request_id, len(job.samples[output.request_id]))
-            if owner and monotonic() < ask_next:
-                continue
-            ask_next = monotonic() + BUSY_POLL_SECONDS
             for job in [j for j in active[:admitted] if j._computed]:
-                if self._collect(vllm_engine, job):
+                if self._collect(vllm_engine, job, idle=not owner):
                     active.remove(job)
                     admitted -= 1
             if until_done and not active:
@@ -320,41 +326,50 @@ class CaptureEngine:
     def _admit(self, vllm_engine: Any, job: Job, owner: dict[str, Job]) -> None:
         from vllm import SamplingParams
 
-        vllm_engine.collective_rpc(
-            "layertap_expect",
-            args=(str(job.directory), {key: len(ids) for key, ids in job.samples.items()}, job.suspect),
-        )
-        parameters = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+        if job.suspect:
+            vllm_engine.collective_rpc("layertap_suspect", args=(list(job.samples),))
+        # A question to the workers would make the engine finish the steps under way first; a request's own arguments
+        # reach them with its first step.
+        told = {"layertap": {"directory": str(job.directory)}}
+        parameters = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args=told)
         for key, ids in job.samples.items():
             vllm_engine.add_request(key, {"prompt_token_ids": ids.tolist()}, parameters)
             owner[key] = job
 
-    def _collect(self, vllm_engine: Any, job: Job) -> bool:
-        keys = list(job.samples)
-        by_rank = vllm_engine.collective_rpc("layertap_collect", args=(keys,))
-        if any(receipts is None for receipts in by_rank):
+    def _collect(self, vllm_engine: Any, job: Job, *, idle: bool) -> bool:
+        """Give a job whose samples are computed its receipts, once they are all there."""
+        found = self._inbox.take(list(job.samples))
+        if found is None:
+            self._settle(vllm_engine, job, idle=idle)
             return False
-        receipts: dict[str, list[Receipt]] = {key: [] for key in keys}
-        for of_rank in by_rank:
-            for values in of_rank:
-                receipt = replace(Receipt.from_dict(values), next_token=job._next_tokens[values["key"]])
-                receipts[receipt.key].append(receipt)
-        for key, of_sample in receipts.items():
-            if len({receipt.digests for receipt in of_sample}) > 1:
-                receipts[key] = self._with_evidence(vllm_engine, of_sample)
-        vllm_engine.collective_rpc("layertap_release", args=(keys,))
+        receipts: dict[str, list[Receipt]] = {}
+        for key, of_sample in found.items():
+            next_token = job._next_tokens[key]
+            receipts[key] = [replace(receipt, next_token=next_token) for receipt, _ in of_sample]
+            if len({receipt.digests for receipt in receipts[key]}) > 1:
+                digests = [digests for _, digests in of_sample]
+                receipts[key] = self._with_evidence(vllm_engine, receipts[key], digests, job.suspect)
         job.receipts.set_result(receipts)
         return True
 
-    def _with_evidence(self, vllm_engine: Any, receipts: list[Receipt]) -> list[Receipt]:
-        """Fetch what the ranks know of single rows, since they disagree."""
-        key, num_depths = receipts[0].key, len(self.spec.depths)
+    def _settle(self, vllm_engine: Any, job: Job, *, idle: bool) -> None:
+        """Let samples that will never be whole have receipts; seldom, since a question costs a busy engine time."""
+        now = monotonic()
+        if job._computed_at is None:
+            job._computed_at = now
+        if not job._settled and (idle or now > job._computed_at + SETTLE_SECONDS):
+            job._settled = all(vllm_engine.collective_rpc("layertap_settle", args=(list(job.samples),)))
+            job._computed_at = now  # where the ranks are not that far, ask again later
 
-        def fetch(rows: list[int]) -> list[RowEvidence]:
-            found = vllm_engine.collective_rpc("layertap_evidence", args=(key, rows))
-            return [RowEvidence(each["digests"], tuple(each["rows"]), each["values"]) for each in found]
-
-        digests_TL = [np.frombuffer(e.digests, "<i8").reshape(-1, num_depths) for e in fetch([])]
+    def _with_evidence(
+        self, vllm_engine: Any, receipts: list[Receipt], digests: list[bytes], suspect: bool
+    ) -> list[Receipt]:
+        """Add what the ranks know of single rows, since they disagree."""
+        digests_TL = [np.frombuffer(d, "<i8").reshape(-1, len(self.spec.depths)) for d in digests]
         differ_T = differing_rows(digests_TL).any(axis=1)
         rows = np.flatnonzero(differ_T)[:EVIDENCE_ROWS].tolist()
-        return [replace(receipt, evidence=evidence) for receipt, evidence in zip(receipts, fetch(rows), strict=True)]
+        values: list[bytes | None] = [None] * len(receipts)
+        if suspect:
+            values = vllm_engine.collective_rpc("layertap_values", args=(receipts[0].key, rows))
+        evidence = [RowEvidence(d, tuple(rows), v) for d, v in zip(digests, values, strict=True)]
+        return [replace(receipt, evidence=e) for receipt, e in zip(receipts, evidence, strict=True)]

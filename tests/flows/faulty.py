@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from tasks.extract.assembly import Assembly
+from tasks.extract.assembly import Assembly, Wanted
 from tasks.extract.cpu_worker import CpuCaptureWorker
 from tasks.extract.step import Span, Step
 from tasks.store.stage import stage_states
+from tasks.vocabulary import Receipt
 
 SCRIPT = "LAYERTAP_TEST_FAULTS"
 
@@ -134,22 +135,23 @@ class FaultyWorker(CpuCaptureWorker):
                     HOST_FAULTS[fault](states, state_rows)
             deliver(places, states, summary)
 
+        send = assembly.outbox.receipt
+
+        def lose(receipt: Receipt, digests: Any) -> None:
+            if self._faults.get(receipt.key) != "no receipt from a rank" or self.rank != 0:
+                send(receipt, digests)
+
+        assembly.outbox.receipt = lose  # type: ignore[method-assign]
         assembly.assembler.on_complete = on_complete
         assembly.deliver = faulty_deliver  # type: ignore[method-assign]
         return told
 
-    def layertap_expect(self, directory: str, samples: dict[str, int], suspect: bool = False) -> None:
-        for key, num_tokens in samples.items():
-            self._attempts[key] = self._attempts.get(key, 0) + 1
-            if num_tokens in script():
-                self._faults[key] = script()[num_tokens]
-        super().layertap_expect(directory, samples, suspect)
-
-    def layertap_collect(self, keys: list[str]) -> Any:
-        receipts = super().layertap_collect(keys)
-        if receipts is None:
-            return None
-        return [r for r in receipts if self._faults.get(r["key"]) != "no receipt from a rank" or self.rank != 0]
+    def _expect(self, wanted: list[Wanted]) -> None:
+        for sample in wanted:
+            self._attempts[sample.key] = self._attempts.get(sample.key, 0) + 1
+            if sample.num_tokens in script():
+                self._faults[sample.key] = script()[sample.num_tokens]
+        super()._expect(wanted)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)
