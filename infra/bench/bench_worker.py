@@ -32,6 +32,10 @@ class Pausing(CaptureMixin):
             else:
                 self._witness = Witness(self.model_runner.get_model(), self._depths)
 
+    def bench_aux(self) -> None:
+        """Let the paused model hand out its states, with nobody to take them."""
+        ask_for_depths(self.model_runner, self._depths)
+
     def bench_verify(self, wanted: bool) -> None:
         """Capture with or without digests and witness; without, receipts say nothing true of the states."""
         transfer.summarize = timed(assemble.summarize) if wanted else unverified  # type: ignore[attr-defined]

@@ -177,6 +177,7 @@ def _changes(
     """Rows that arrived with other bits than the device had, and those of them that never arrived; bool [T, L]."""
     changed_TL = arrived_TL != sample.digests_TL
     unwritten_TL = np.zeros_like(changed_TL)
-    for token, depth in np.argwhere(changed_TL):
-        unwritten_TL[token, depth] = bool(torch.isnan(states_LTH[depth, token, :POISONED_COLUMNS]).all())
+    if changed_TL.any():
+        poisoned_LT = torch.isnan(states_LTH[:, :, :POISONED_COLUMNS]).all(dim=2)
+        unwritten_TL = changed_TL & poisoned_LT.numpy().T
     return changed_TL, unwritten_TL
