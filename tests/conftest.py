@@ -8,14 +8,17 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from typing import TypeVar
 
 import pytest
 from hypothesis import settings
 from prefect.events.worker import EventsWorker
 from prefect.logging.handlers import APILogWorker
 from prefect.settings import PREFECT_API_URL, temporary_settings
+
+T = TypeVar("T")
 
 # Machines are shared: how long an example takes says nothing of the code.
 settings.register_profile("shared", deadline=None)
@@ -72,3 +75,12 @@ def wait_until_up(url: str, seconds: float = 180) -> None:
         except (urllib.error.URLError, ConnectionError):
             assert time.monotonic() < deadline, f"{url} did not come up"
             time.sleep(0.5)
+
+
+def eventually(look: Callable[[], T | None], seconds: float = 60) -> T:
+    """What ``look`` finds as soon as it finds something."""
+    deadline = time.monotonic() + seconds
+    while (found := look()) is None:
+        assert time.monotonic() < deadline, "nothing came"
+        time.sleep(0.005)
+    return found

@@ -110,7 +110,8 @@ class AssemblyProcess:
         self._send(spec, slots, size)
         try:
             self._connection.recv()  # it is ready
-        except EOFError as error:
+        except (EOFError, OSError) as error:
+            self._process.wait()
             raise AssemblyDied(f"{ENDED} before it began; its output says why") from error
         self._reader = threading.Thread(target=self._receive, name="layertap-slots", daemon=True)
         self._reader.start()
@@ -175,7 +176,6 @@ class AssemblyProcess:
     def close(self) -> dict[str, float]:
         self._send("close")
         report = self._answer()
-        self._process.wait()
         self._reader.join()
         if self._pinned:
             _cudart().cudaHostUnregister(self._whole.data_ptr())
@@ -212,6 +212,7 @@ class AssemblyProcess:
             self._error = AssemblyDied(reason)
             self._free.put(None)
             self._reports.put(None)
+            self._process.wait()
 
 
 def _cudart() -> Any:

@@ -1,0 +1,169 @@
+"""Assembly in the worker's process and in one of its own: the same receipts, the same files, and clear ends."""
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tasks.extract.assembly import Assembly, AssemblySpec, Wanted
+from tasks.extract.assembly_process import AssemblyDied, AssemblyProcess
+from tasks.extract.receipts import Inbox, Outbox, ReceiptsLost
+from tasks.extract.step import Span, Step
+from tasks.extract.transfer import DirectTransfer, SharedRing
+from tasks.store.layout import StateSpec
+from tasks.store.stage import STAGE
+from tasks.vocabulary import Receipt
+from tests.conftest import eventually
+
+L, H = 3, 64
+LENGTHS = {"a" * 64: 5, "b" * 64: 1, "0" * 64: 12}
+IDS = {key: np.arange(100, 100 + n, dtype=np.int32) for key, n in LENGTHS.items()}
+RNG = torch.Generator().manual_seed(0)
+STATES = {key: torch.randn(L, n, H, generator=RNG) for key, n in LENGTHS.items()}
+
+
+@pytest.fixture
+def inbox() -> Iterator[Inbox]:
+    box = Inbox(1)
+    yield box
+    box.close()
+
+
+def spec(inbox: Inbox) -> AssemblySpec:
+    state_spec = StateSpec(num_depths=L, hidden_size=H, dtype="float32")
+    return AssemblySpec(
+        rank=0,
+        world_size=1,
+        num_depths=L,
+        hidden_size=H,
+        dtype="float32",
+        receipts=inbox.address,
+        deal=False,
+        stage=STAGE,
+        stage_spec=state_spec.to_dict(),
+        writer_threads=2,
+        staging_bytes=1 << 20,
+        witnessed=False,
+    )
+
+
+def steps() -> Iterator[Step]:
+    """Steps of at most eight rows; the last sample is longer than one."""
+    pieces = [[("a" * 64, 0, 5), ("b" * 64, 0, 1), ("0" * 64, 0, 2)], [("0" * 64, 2, 10)], [("0" * 64, 10, 12)]]
+    for step in pieces:
+        spans, at = [], 0
+        for key, start, stop in step:
+            spans.append(Span(f"{key}-12345678", start, slice(at, at + stop - start)))
+            at += stop - start
+        states = torch.cat([STATES[key][:, start:stop] for key, start, stop in step], dim=1)
+        ids = torch.cat([torch.from_numpy(IDS[key][start:stop]) for key, start, stop in step])
+        yield Step(tuple(spans), tuple(states), ids)
+
+
+def run(assembly: Assembly | AssemblyProcess, transfer: Any, inbox: Inbox, directory: Path) -> dict[str, Receipt]:
+    inbox.accept()
+    assembly.expect([Wanted(key, n, str(directory)) for key, n in LENGTHS.items()])
+    for step in steps():
+        transfer.send(step)
+    found: Any = eventually(lambda: inbox.take(list(LENGTHS)))
+    assert transfer.delivered == transfer.sent == 3
+    inbox.expect_end()
+    transfer.close()
+    assembly.close()
+    for key, ((_, digests),) in found.items():
+        assert len(digests) == LENGTHS[key] * L * 8
+    return {key: replace(receipt, profile=None) for key, ((receipt, _),) in found.items()}
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+def test_a_process_of_its_own_does_the_same(tmp_path: Path) -> None:
+    receipts, written = [], []
+    for name in ("here", "there"):
+        inbox = Inbox(1)
+        asked = spec(inbox)
+        if name == "here":
+            assembly: Assembly | AssemblyProcess = Assembly(asked)
+            transfer: Any = DirectTransfer(assembly, asked)
+        else:
+            assembly = AssemblyProcess(asked, slots=2, max_rows=8)
+            transfer = SharedRing(assembly, asked, torch.device("cpu"))
+        receipts.append(run(assembly, transfer, inbox, tmp_path / name))
+        written.append(files(tmp_path / name))
+        inbox.close()
+    assert receipts[0] == receipts[1]
+    assert written[0] == written[1]
+    assert all(receipt.error is None and receipt.objects for receipt in receipts[0].values())
+    assert {r.shape for r in receipts[0].values()} == {(L, n, H) for n in LENGTHS.values()}
+
+
+def test_a_killed_process_is_told_to_whoever_needs_it(inbox: Inbox) -> None:
+    asked = spec(inbox)
+    process = AssemblyProcess(asked, slots=2, max_rows=8)
+    inbox.accept()
+    slots = [process.free_slot(), process.free_slot()]
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(AssemblyDied, match="ended"):
+        process.free_slot()  # the engine would wait here for a slot that nobody frees
+    with pytest.raises(AssemblyDied):
+        process.deliver(slots[0], [], 0, 0)
+    with pytest.raises(AssemblyDied):
+        _ = process.delivered
+    with pytest.raises(ReceiptsLost, match="rank 0 ended"):
+        eventually(lambda: inbox.take(["k"]))
+    with pytest.raises(AssemblyDied):
+        process.close()
+
+
+def test_a_process_that_fails_says_why(inbox: Inbox) -> None:
+    process = AssemblyProcess(spec(inbox), slots=2, max_rows=8)
+    inbox.accept()
+    process.free_slot(), process.free_slot()
+    process._send("deliver", 7, [], 1, 1)  # there is no such slot
+    with pytest.raises(AssemblyDied, match="IndexError"):
+        process.free_slot()
+    with pytest.raises(AssemblyDied):
+        process.close()
+
+
+def test_a_process_that_cannot_begin_does_not_keep_the_engine_waiting(inbox: Inbox) -> None:
+    with pytest.raises(AssemblyDied, match="before it began"):
+        AssemblyProcess(replace(spec(inbox), stage="tasks.nowhere:stage"), slots=2, max_rows=8)
+
+
+def test_settled_samples_are_taken_with_what_there_is(inbox: Inbox, tmp_path: Path) -> None:
+    asked = spec(inbox)
+    assembly = Assembly(asked)
+    inbox.accept()
+    keys = list(LENGTHS)
+    assembly.expect([Wanted(key, n, str(tmp_path)) for key, n in LENGTHS.items()])
+    transfer = DirectTransfer(assembly, asked)
+    transfer.send(next(steps()))
+    assert inbox.take(keys) is None, "one sample is not whole"
+    assembly.settle(keys)
+    found: Any = eventually(lambda: inbox.take(keys))
+    assert [found[key][0][0].error for key in keys] == [None, None, "only rows [0, 2) of 12 were computed"]
+    inbox.expect_end()
+    assembly.close()
+
+
+def test_a_receipt_that_never_comes_is_not_waited_for_once_settled() -> None:
+    inbox = Inbox(2)
+    first, second = Outbox(inbox.address, 0), Outbox(inbox.address, 1)
+    inbox.accept()
+    first.settled("k")
+    assert inbox.take(["k"]) is None
+    second.settled("k")
+    assert eventually(lambda: inbox.take(["k"])) == {"k": []}
+    inbox.expect_end()
+    first.close()
+    second.close()
+    inbox.close()
