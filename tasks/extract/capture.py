@@ -6,6 +6,7 @@ through ``collective_rpc``; arguments and results are plain values.
 """
 
 import contextlib
+import math
 import os
 import pkgutil
 import select
@@ -19,10 +20,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tasks.extract.assemble import Assembler, RowSummary
+from tasks.extract.prefix_rows import PrefixRows
 from tasks.extract.step import MisshapenStep, SeamError, Span, Step, check_step, read_step
 from tasks.extract.transfer import DirectTransfer, PinnedRing, Place, Transfer
 from tasks.extract.witness import Witness
 from tasks.extract.writer import Writer
+from tasks.prefixes import NAME_BYTES
 from tasks.report.log import logger
 
 OWNER_VARIABLE = "LAYERTAP_OWNER_PID"
@@ -126,6 +129,7 @@ class CaptureMixin:
         staging_bytes: int,
         ring_slots: int,
         deal: bool,
+        reuse_bytes: int = 0,
     ) -> dict[str, Any]:
         """Make ready to capture.
 
@@ -136,6 +140,7 @@ class CaptureMixin:
             staging_bytes: bound on this rank's host memory for captured samples.
             ring_slots: pinned buffers between GPU and host.
             deal: whether samples are dealt over the ranks to be written, or all written by the first.
+            reuse_bytes: bound on this rank's host memory for rows of shared prefixes; 0 if none are reused.
 
         Returns:
             What this rank is, for the engine to check and the store to record.
@@ -154,6 +159,18 @@ class CaptureMixin:
             limit_bytes=staging_bytes,
             witnessed=self._witness is not None,
         )
+        self._prefixes: PrefixRows | None = None
+        block = self._kv_block()
+        if reuse_bytes:
+            self._prefixes = PrefixRows(
+                block=block,
+                num_depths=len(self._depths),
+                hidden_size=hidden_size,
+                dtype=dtype,
+                limit_bytes=reuse_bytes,
+                holds_states=deal or self.rank == 0,
+            )
+        self._held_tokens: dict[str, int] = {}
         self._assembler = Assembler(
             num_depths=len(self._depths),
             hidden_size=hidden_size,
@@ -161,15 +178,17 @@ class CaptureMixin:
             keeps=self._keeps,
             on_complete=self._writer.submit,
             take=self._writer.memory.take,
+            give_back=lambda buffer: self._writer.memory.give_back(buffer, written=False),
+            prefixes=self._prefixes,
         )
         self._lock = threading.Lock()
         self._transfer: Transfer
         if self.device.type == "cpu":
-            self._transfer = DirectTransfer(self._deliver, lambda span: self._keeps(_key(span)))
+            self._transfer = DirectTransfer(self._deliver, self._wants)
         else:
             self._transfer = PinnedRing(
                 self._deliver,
-                lambda span: self._keeps(_key(span)),
+                self._wants,
                 slots=ring_slots,
                 num_depths=len(self._depths),
                 max_rows=self.vllm_config.scheduler_config.max_num_batched_tokens,
@@ -185,9 +204,21 @@ class CaptureMixin:
             "dtype": str(dtype).removeprefix("torch."),
             "model_runner": type(self.model_runner).__module__ + "." + type(self.model_runner).__name__,
             "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type,
+            "kv_block": block,
         }
 
-    def layertap_expect(self, directory: str, samples: dict[str, int], suspect: bool = False) -> None:
+    def _kv_block(self) -> int:
+        """Tokens of a block of the KV cache; with layers of several kinds, what all their blocks are multiples of."""
+        groups = self.model_runner.kv_cache_config.kv_cache_groups
+        return math.gcd(*(group.kv_cache_spec.block_size for group in groups))
+
+    def layertap_expect(
+        self,
+        directory: str,
+        samples: dict[str, int],
+        suspect: bool = False,
+        prefixes: dict[str, tuple[int, bytes]] | None = None,
+    ) -> None:
         """Announce samples, before the engine is asked for them.
 
         Args:
@@ -195,14 +226,23 @@ class CaptureMixin:
             samples: key -> tokens.
             suspect: whether every rank keeps the values of their rows for :meth:`layertap_evidence`; nothing else may
                 be in the engine then.
+            prefixes: key -> tokens with which other samples may begin, too, and the names of the whole blocks in them
+                (see :func:`tasks.prefixes.prefix_names`), one behind the other.
         """
         if suspect:
             # A NaN that an earlier sample left there would come into others: masked out is multiplied by zero.
             for cache in self.model_runner.kv_caches:
                 cache.zero_()
         with self._lock:
+            if suspect and self._prefixes is not None:
+                self._prefixes.clear()
             for key, num_tokens in samples.items():
-                self._assembler.expect(key, num_tokens, Path(directory))
+                self._writer.forget([key])
+                shared, joined = (prefixes or {}).get(key, (0, b""))
+                names = [joined[i : i + NAME_BYTES] for i in range(0, len(joined), NAME_BYTES)]
+                self._assembler.expect(key, num_tokens, Path(directory), names, shared)
+                if self._prefixes is not None and self._prefixes.holds_states:
+                    self._held_tokens[key] = len(names) * self._prefixes.block
                 if suspect:
                     self._suspects[key] = []
 
@@ -241,6 +281,7 @@ class CaptureMixin:
         self._writer.forget(keys)
         for key in keys:
             self._suspects.pop(key, None)
+            self._held_tokens.pop(key, None)
 
     def layertap_close(self) -> dict[str, float]:
         """Stop capturing.
@@ -257,10 +298,16 @@ class CaptureMixin:
         # Every rank holds the whole residual stream; one is enough to store a sample, all are needed to prove it.
         return (int(key[:8], 16) % self._world_size if self._deal else 0) == self.rank
 
+    def _wants(self, span: Span) -> bool:
+        """Whether the states of these rows come to this rank's host memory: to be written, or held for others."""
+        key = _key(span)
+        return self._keeps(key) or span.start < self._held_tokens.get(key, 0)
+
     def _deliver(self, places: Sequence[Place], states: Sequence[torch.Tensor], summary: RowSummary) -> None:
         with self._lock:
             for span, state_rows in places:
                 self._assembler.add(_key(span), span.start, states, summary, span.rows, state_rows)
+            self._assembler.settle()
 
 
 def _key(span: Span) -> str:

@@ -22,6 +22,8 @@ from tasks.extract.capture import OWNER_VARIABLE
 from tasks.extract.checks import StartupError, vllm_version
 from tasks.extract.config import Engine
 from tasks.model import Checkpoint
+from tasks.prefixes import prefix_names
+from tasks.report.log import logger
 from tasks.verify.diagnose import Expected, explain
 from tasks.vocabulary import DType, Receipt, RowEvidence, digest_ids
 
@@ -57,6 +59,8 @@ class EngineSpec:
     """The function that stages a sample, as ``package.module:function`` (see :data:`tasks.extract.writer.Stage`)."""
     stage_spec: Mapping[str, Any]
     """What that function needs to know of the store; plain values."""
+    reuse: bool = False
+    """Whether rows of shared prefixes are computed once, as far as the engine can keep their keys and values."""
 
 
 @dataclass(eq=False)
@@ -71,8 +75,12 @@ class Job:
     """Called on the engine's thread with each sample the engine has finished, and its tokens."""
     suspect: bool = False
     """Whether every rank keeps the samples' values, to be compared where ranks disagree; it runs by itself."""
+    shared: Mapping[str, int] | None = None
+    """Key -> tokens with which samples of this or another job may begin, too; None if that is not known."""
     receipts: Future[dict[str, list[Receipt]]] = field(default_factory=Future)
     _next_tokens: dict[str, int] = field(default_factory=dict)
+    _again: set[str] = field(default_factory=set)
+    """Samples that are computed a second time, without the rows of others."""
 
     @property
     def _computed(self) -> bool:
@@ -91,6 +99,10 @@ class CaptureEngine:
         self.spec = spec
         self.ranks: list[dict[str, Any]] = []
         """What each rank says of itself, see :meth:`tasks.extract.capture.CaptureMixin.layertap_open`."""
+        self.reuses = False
+        """Whether rows of shared prefixes are computed once."""
+        self.recomputed = 0
+        """Samples that were computed again, since rows of others that they began with were no longer held."""
         self.waits: list[dict[str, float]] = []
         """Per rank, seconds that the engine waited for the copy and for the writers; known after shutdown."""
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -186,7 +198,7 @@ class CaptureEngine:
             "kv_cache_dtype": engine.kv_cache_dtype,
             "load_format": engine.load_format,
             "skip_tokenizer_init": True,
-            "enable_prefix_caching": False,
+            "enable_prefix_caching": spec.reuse,
             "disable_log_stats": True,
             "seed": 0,
             # A part of vLLM's compile hash: without the depths, a graph compiled for others would be loaded.
@@ -212,6 +224,12 @@ class CaptureEngine:
             vllm_engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         except (TypeError, ValueError) as error:
             raise StartupError(f"vLLM {vllm_version()} refused the engine's arguments: {error}") from error
+        self.reuses = bool(vllm_engine.vllm_config.cache_config.enable_prefix_caching)
+        if spec.reuse and not self.reuses:
+            device = "a CPU" if on_cpu else "this device"
+            logger.warning(
+                f"prefixes are not reused: vLLM cannot keep them for {spec.checkpoint.architecture} on {device}"
+            )
         writers = engine.tensor_parallel_size if engine.writing_ranks == "all" else 1
         self.ranks = vllm_engine.collective_rpc(
             "layertap_open",
@@ -222,6 +240,7 @@ class CaptureEngine:
                 int(engine.staging_gib * 2**30) // writers,
                 engine.ring_slots,
                 writers > 1,
+                int(engine.reuse_gib * 2**30) // writers if self.reuses else 0,
             ),
         )
         return vllm_engine
@@ -292,11 +311,14 @@ class CaptureEngine:
                     if output.finished:
                         job = owner.pop(output.request_id)
                         job._next_tokens[output.request_id] = int(output.outputs[0].token_ids[0])
-                        job.on_sample(output.request_id, len(job.samples[output.request_id]))
+                        if output.request_id not in job._again:
+                            job.on_sample(output.request_id, len(job.samples[output.request_id]))
             for job in [j for j in active[:admitted] if j._computed]:
                 if self._collect(vllm_engine, job):
                     active.remove(job)
                     admitted -= 1
+                else:
+                    self._ask(vllm_engine, job, [key for key in job.samples if key not in job._next_tokens], owner)
             if until_done and not active:
                 return
 
@@ -311,21 +333,50 @@ class CaptureEngine:
             pass
 
     def _admit(self, vllm_engine: Any, job: Job, owner: dict[str, Job]) -> None:
+        # What a suspect's computation may have left behind must not come into others', nor theirs into it. Its own
+        # worker clears the KV cache; the engine must know that nothing is kept there.
+        if job.suspect and self.reuses and not vllm_engine.reset_prefix_cache():
+            raise RuntimeError("vLLM did not let go of its prefix cache, with no request under way")
+        self._ask(vllm_engine, job, list(job.samples), owner)
+
+    def _ask(self, vllm_engine: Any, job: Job, keys: list[str], owner: dict[str, Job]) -> None:
+        """Give samples of a job to the engine; those that are computed again read no prefix from its KV cache."""
         from vllm import SamplingParams
 
-        vllm_engine.collective_rpc(
-            "layertap_expect",
-            args=(str(job.directory), {key: len(ids) for key, ids in job.samples.items()}, job.suspect),
-        )
-        parameters = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
-        for key, ids in job.samples.items():
-            vllm_engine.add_request(key, {"prompt_token_ids": ids.tolist()}, parameters)
+        if not keys:
+            return
+        samples = {key: job.samples[key] for key in keys}
+        lengths = {key: len(ids) for key, ids in samples.items()}
+        prefixes = {key: self._prefix(job, key) for key in keys} if self.reuses and not job.suspect else None
+        vllm_engine.collective_rpc("layertap_expect", args=(str(job.directory), lengths, job.suspect, prefixes))
+        for key, ids in samples.items():
+            parameters = SamplingParams(
+                max_tokens=1, temperature=0.0, detokenize=False, skip_reading_prefix_cache=key in job._again
+            )
+            prompt: dict[str, Any] = {"prompt_token_ids": ids.tolist()}
+            if job.suspect:
+                prompt["cache_salt"] = f"suspect {key}"  # neither reads what others have computed nor is read
+            vllm_engine.add_request(key, prompt, parameters)
             owner[key] = job
+
+    def _prefix(self, job: Job, key: str) -> tuple[int, bytes]:
+        """Tokens of a sample with which others may begin, and the names of the whole blocks in them."""
+        ids_T = job.samples[key]
+        shared = len(ids_T) if job.shared is None else job.shared[key]
+        return shared, b"".join(prefix_names(ids_T[:shared], self.ranks[0]["kv_block"]))
 
     def _collect(self, vllm_engine: Any, job: Job) -> bool:
         keys = list(job.samples)
         by_rank = vllm_engine.collective_rpc("layertap_collect", args=(keys,))
         if any(receipts is None for receipts in by_rank):
+            return False
+        # All ranks hold the same rows; should one ever lack what another had, all compute the sample again.
+        gone = {receipt["key"] for of_rank in by_rank for receipt in of_rank if receipt["rows_gone"]}
+        if gone:
+            self.recomputed += len(gone - job._again)
+            job._again |= gone
+            for key in gone:
+                del job._next_tokens[key]
             return False
         receipts: dict[str, list[Receipt]] = {key: [] for key in keys}
         for of_rank in by_rank:

@@ -64,8 +64,10 @@ class Writer:
         error = sample.error
         if error is None and sample.misshapen is None:
             error = f"only rows [0, {sample.filled}) of {sample.num_tokens} were computed"
+        if sample.gaps:
+            error = f"rows {sample.gaps} came from the engine's cache, and are no longer held here"
         done: Future[Receipt] = Future()
-        done.set_result(self._receipt(sample, error=error))
+        done.set_result(replace(self._receipt(sample, error=error), rows_gone=bool(sample.gaps)))
         self._receipts[sample.key] = done
 
     def ready(self, key: str) -> bool:
@@ -81,7 +83,8 @@ class Writer:
 
     def forget(self, keys: Iterable[str]) -> None:
         for key in keys:
-            del self._receipts[key], self._row_digests[key]
+            self._receipts.pop(key, None)
+            self._row_digests.pop(key, None)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -95,7 +98,8 @@ class Writer:
             arrived_TL = np.stack([digest.row_digests(rows_TH).numpy() for rows_TH in states_LTH], axis=1)
             digested = perf_counter()
             bits = states_LTH.view(torch.uint16) if states_LTH.dtype == torch.bfloat16 else states_LTH
-            objects = self._stage(sample.directory, sample.key, self._stage_spec, bits.numpy(), sample.input_ids_T)
+            stage_spec = {**self._stage_spec, "shared": sample.shared}
+            objects = self._stage(sample.directory, sample.key, stage_spec, bits.numpy(), sample.input_ids_T)
             self.seconds["digest"] += digested - began
             self.seconds["stage"] += perf_counter() - digested
             changed_TL, unwritten_TL = _changes(sample, states_LTH, arrived_TL)
@@ -148,7 +152,16 @@ class Writer:
             ),
             carried_rows=(0, *_counts(carried_TL)),
             median_rms=median_rms,
+            reused=_sources(sample),
         )
+
+
+def _sources(sample: Sample) -> tuple[tuple[str, int], ...]:
+    """Key of another sample, and how many rows were computed for it."""
+    rows: dict[str, int] = {}
+    for start, stop, source in sample.reused:
+        rows[source] = rows.get(source, 0) + stop - start
+    return tuple(rows.items())
 
 
 def _counts(rows_TL: npt.NDArray[Any]) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from tasks.store.errors import StoreBusy
+from tasks.store.links import Links
 from tasks.vocabulary import Objects
 
 Expected = tuple[str, Sequence[str], Sequence[int]]
@@ -60,6 +61,9 @@ class Files(Protocol):
 
 class Backend(Files, Protocol):
     """Files of one store, to read and write."""
+
+    links: Links | None
+    """By which samples share equal chunks; None where the place has no hard links."""
 
     def put(self, path: str, data: bytes) -> None:
         """Write or replace a file, atomically and durably."""

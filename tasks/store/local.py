@@ -16,6 +16,7 @@ from tasks.store.backend import Expected, Lease, Publication, busy, owner
 from tasks.store.buffers import scratch
 from tasks.store.errors import StorageFailure, storage_failures
 from tasks.store.layout import PRIVATE, RECORD, sample_path
+from tasks.store.links import Links, links_in
 
 _READ_STEP = 1 << 18
 
@@ -100,6 +101,7 @@ class LocalBackend:
         self.root = root.absolute()
         self.url = str(self.root)
         self._private = self.root / PRIVATE
+        self.links: Links | None = links_in(str(self._private / "links"))
         self._staging = StagingArea(self._private / "staging")
         self._descriptor: int | None = None
 

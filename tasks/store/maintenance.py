@@ -93,6 +93,8 @@ class Stats:
     """States as the engine computed them."""
     stored_bytes: int
     """All files of the samples."""
+    disk_bytes: int
+    """The same, with a file that samples share counted once."""
     lengths: Mapping[str, int]
     """min, median, p90 and max tokens of a sample."""
     quarantined: int
@@ -112,6 +114,7 @@ def stats(url: str | os.PathLike[str]) -> Stats:
     entries = list(manifest.entries.values())
     lengths = np.array([entry.num_tokens for entry in entries], dtype=np.int64)
     tokens = int(lengths.sum())
+    stored = sum(entry.nbytes for entry in entries)
     error = None
     if identity.stored_as == "float8_e4m3" and entries:
         weighted_L = np.array([entry.error or () for entry in entries]).T @ lengths / tokens
@@ -122,11 +125,20 @@ def stats(url: str | os.PathLike[str]) -> Stats:
         sources=len(manifest.sources),
         tokens=tokens,
         computed_bytes=StateSpec.of(identity).nbytes(tokens),
-        stored_bytes=sum(entry.nbytes for entry in entries),
+        stored_bytes=stored,
+        disk_bytes=stored - _saved_by_links(backend),
         lengths={name: int(np.quantile(lengths, mark, method="nearest")) for name, mark in marks.items()},
         quarantined=len(backend.names(QUARANTINE)),
         quantization_error=error,
     )
+
+
+def _saved_by_links(backend: Backend) -> int:
+    """Bytes of chunks that are further links to a file; less those of files that no sample has any more."""
+    if backend.links is None:
+        return 0
+    # Each entry is itself one link to its file.
+    return sum((status.st_nlink - 2) * status.st_size for _, status in backend.links.entries())
 
 
 @dataclass
@@ -344,12 +356,14 @@ class Collection:
     """Damaged samples that had been set aside."""
     leftovers: int
     """Half-written samples, which no reader took for samples."""
+    links: int
+    """Shared chunks that no sample has any more."""
     nbytes: int
-    """Bytes of the last two."""
+    """Bytes of the last three."""
 
 
 def gc(url: str | os.PathLike[str]) -> Collection:
-    """Remove what no reader looks at: dead runs' staging, samples set aside, half-written samples.
+    """Remove what no reader looks at: dead runs' staging, samples set aside, half-written samples, chunks left over.
 
     Raises:
         StoreBusy: a run is writing to the store.
@@ -367,7 +381,8 @@ def gc(url: str | os.PathLike[str]) -> Collection:
             nbytes += sum(sizes.values())
             leftovers += bool(sizes)
             backend.remove(sample_path(key))
-        return Collection(store.collected, len(aside), leftovers, nbytes)
+        links, unlinked = backend.links.collect() if backend.links is not None else (0, 0)
+        return Collection(store.collected, len(aside), leftovers, links, nbytes + unlinked)
 
 
 def _gb(count: int) -> str:

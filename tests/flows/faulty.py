@@ -126,12 +126,14 @@ class FaultyWorker(CpuCaptureWorker):
         self._assembler.on_complete = on_complete
         return told
 
-    def layertap_expect(self, directory: str, samples: dict[str, int], suspect: bool = False) -> None:
+    def layertap_expect(
+        self, directory: str, samples: dict[str, int], suspect: bool = False, prefixes: Any = None
+    ) -> None:
         for key, num_tokens in samples.items():
             self._attempts[key] = self._attempts.get(key, 0) + 1
             if num_tokens in script():
                 self._faults[key] = script()[num_tokens]
-        super().layertap_expect(directory, samples, suspect)
+        super().layertap_expect(directory, samples, suspect, prefixes)
 
     def _deliver(self, places: Any, states: Any, summary: Any) -> None:
         for span, state_rows in places:
