@@ -80,6 +80,9 @@ class Backend(Files, Protocol):
         An object store may look for samples only, not for each of their files, where there are very many.
         """
 
+    def shared_bytes(self, expected: Iterable[Expected]) -> int:
+        """Bytes that the samples' files would take besides, if none were a link to another's."""
+
     def sizes(self, path: str) -> dict[str, int]:
         """Bytes of each file in a directory and below, by path relative to it; empty where there is none."""
 

@@ -189,6 +189,22 @@ class LocalBackend:
         finally:
             os.close(samples)
 
+    def shared_bytes(self, expected: Iterable[Expected]) -> int:
+        if self.links is None or all(status.st_nlink <= 2 for _, status in self.links.entries()):
+            return 0
+        counted: set[int] = set()
+        shared = 0
+        for key, files, sizes in expected:
+            for file, size in zip(files, sizes, strict=True):
+                try:
+                    status = os.stat(f"{self.root}/{sample_path(key)}/{file}")  # noqa: PTH116
+                except FileNotFoundError:
+                    continue
+                if status.st_nlink > 1 and status.st_ino in counted:
+                    shared += size
+                counted.add(status.st_ino)
+        return shared
+
     def sizes(self, path: str) -> dict[str, int]:
         top = self.root / path
         return {

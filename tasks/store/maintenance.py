@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from tasks.store import layout
-from tasks.store.backend import Backend, open_backend
+from tasks.store.backend import Backend, Expected, open_backend
 from tasks.store.errors import DamagedSample, NoSpace, StoreError
 from tasks.store.integrity import checked_files, load_record, probe
 from tasks.store.layout import PRIVATE, RECORD, Record, StateSpec, sample_path
@@ -107,7 +107,7 @@ class Stats:
 
 
 def stats(url: str | os.PathLike[str]) -> Stats:
-    """Counts, bytes and lengths of a store."""
+    """Counts, bytes and lengths of a store. Where samples share chunks, their files are looked at, too."""
     backend = open_backend(url)
     identity = stored_identity(backend)
     manifest = Manifest(backend)
@@ -126,19 +126,16 @@ def stats(url: str | os.PathLike[str]) -> Stats:
         tokens=tokens,
         computed_bytes=StateSpec.of(identity).nbytes(tokens),
         stored_bytes=stored,
-        disk_bytes=stored - _saved_by_links(backend),
+        disk_bytes=stored - backend.shared_bytes(_expected(manifest.entries, StateSpec.of(identity))),
         lengths={name: int(np.quantile(lengths, mark, method="nearest")) for name, mark in marks.items()},
         quarantined=len(backend.names(QUARANTINE)),
         quantization_error=error,
     )
 
 
-def _saved_by_links(backend: Backend) -> int:
-    """Bytes of chunks that are further links to a file; less those of files that no sample has any more."""
-    if backend.links is None:
-        return 0
-    # Each entry is itself one link to its file.
-    return sum((status.st_nlink - 2) * status.st_size for _, status in backend.links.entries())
+def _expected(entries: Mapping[str, Entry], spec: StateSpec) -> Iterator[Expected]:
+    for key, entry in entries.items():
+        yield key, spec.files(entry.num_tokens), entry.sizes
 
 
 @dataclass
