@@ -15,6 +15,7 @@ from tasks.extract.checks import check
 from tasks.extract.task import LazyEngine, engine_spec, extract_chunk
 from tasks.model import resolve
 from tasks.plan.chunks import retries
+from tasks.plan.prefixes import reuses_prefixes
 from tasks.plan.task import plan_chunks
 from tasks.report.picture import Profiles
 from tasks.report.progress import Progress
@@ -72,14 +73,14 @@ def extract(
         table, summary.input = tokenize_data(
             wanted.data, checkpoint, identity, wanted.engine.max_model_len, Path(scratch)
         )
-        chunks = plan_chunks(table, target, wanted.chunk_tokens)
+        chunks = plan_chunks(table, target, wanted.chunk_tokens, wanted.engine.reuse_prefixes)
         summary.reused = record_reused(chunks, table, target)
         if any(chunk.missing for chunk in chunks):
             require_room(chunks, target, force)
             target.write_provenance(wanted.provenance())
         with (
             Progress(chunks) as progress,
-            LazyEngine(engine_spec(checkpoint, identity, wanted.engine, target)) as engine,
+            LazyEngine(engine_spec(checkpoint, identity, wanted.engine, target, reuses_prefixes(chunks))) as engine,
         ):
             steps: list[tuple[Chunk, list[PrefectFuture[Any]]]] = []
             for chunk in chunks:
@@ -97,6 +98,7 @@ def extract(
                 elif chunk.missing:
                     summary.add(futures[-1].result())
             summary.halted = engine.halted
+            summary.recomputed = engine.recomputed
             refused = [] if engine.halted else summary.quarantined
             for chunk, verdict in retries(chunks, refused, wanted.audit.max_retries):
                 again: Any = extract_chunk.submit(chunk, table, target, engine, progress, suspect=True)

@@ -69,7 +69,7 @@ def register(app: typer.Typer, console: Console) -> None:
         done = maintenance.gc(store)
         console.print(
             f"removed {done.staging} staging directories, {done.set_aside} samples set aside, {done.leftovers} "
-            f"unfinished samples: {done.nbytes / 1e6:,.1f} MB"
+            f"unfinished samples, {done.links} shared chunks without a sample: {done.nbytes / 1e6:,.1f} MB"
         )
 
     @app.command()
@@ -113,6 +113,8 @@ def register(app: typer.Typer, console: Console) -> None:
             f"{found.stored_bytes / 1e6:,.1f} MB for {found.computed_bytes / 1e6:,.1f} MB of states, "
             f"ratio {found.ratio:.2f}",
         )
+        shared = 1 - found.disk_bytes / found.stored_bytes if found.stored_bytes else 0.0
+        table.add_row("on disk", f"{found.disk_bytes / 1e6:,.1f} MB, since samples share {shared:.0%} of their bytes")
         table.add_row("quarantined", f"{found.quarantined} samples")
         for depth, error in (found.quantization_error or {}).items():
             table.add_row(f"fp8 error r_{depth}", f"{error:.2%} of a row's norm, mean")

@@ -27,6 +27,7 @@ CAPTURE_SCHEMA = 1  # raise it when the capture changes what a stored value mean
 
 DType = Literal["bfloat16", "float32"]
 StoredAs = Literal["exact", "float8_e4m3"]
+ReusePrefixes = Literal["auto", "on", "off"]
 
 #: path of a data object relative to its sample's directory -> (bytes, crc32c of the bytes)
 Objects = Mapping[str, tuple[int, int]]
@@ -85,6 +86,10 @@ class PlannedSample:
     num_tokens: int
     rows: tuple[int, ...]
     """Rows of the :class:`tasks.samples.SampleTable` with these token ids; more than one for duplicates."""
+    like_previous: int = 0
+    """Tokens, in whole blocks, with which the sample before it in the plan begins, too."""
+    shared: int = 0
+    """Up to this many tokens, others of the plan may begin alike; 0 where prefixes are not reused."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,7 @@ class Chunk:
     name: str
     """Stable across reruns of the same input, e.g. ``chunk-0007-3fa1c2``."""
     samples: tuple[PlannedSample, ...]
-    """The longest first."""
+    """The longest first; where prefixes are reused, those that begin alike next to each other."""
     missing: tuple[PlannedSample, ...] = ()
     """Those that the store lacks."""
 
@@ -183,6 +188,15 @@ class Receipt:
     """Where this rank staged the sample."""
     evidence: RowEvidence | None = None
     """Where ranks disagree."""
+    reused: tuple[tuple[str, int], ...] = ()
+    """Rows that were computed for another sample with the same prefix: (its key, number of rows)."""
+    rows_gone: bool = False
+    """Whether the engine took rows from its KV cache that this rank no longer held; the sample is computed again."""
+
+    @property
+    def reused_from(self) -> dict[str, int]:
+        """Key of another sample -> rows that were computed for it."""
+        return dict(self.reused)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

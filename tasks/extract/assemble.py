@@ -1,19 +1,22 @@
 """Rows of engine steps become whole samples in host memory.
 
 A prompt longer than one step arrives in several pieces (chunked prefill), a preempted one arrives again from an
-earlier position, and rows the engine did not compute (a prefix cache) leave a gap. A sample is handed on only when
-its rows cover [0, T) without a gap.
+earlier position, and rows the engine did not compute, since it has their keys and values, leave a gap. The gap is
+filled with the rows that were computed for another sample with the same prefix (:mod:`tasks.extract.prefix_rows`). A
+sample is handed on only when its rows cover [0, T) without a gap.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from tasks import digest
+from tasks.extract.prefix_rows import PrefixRows, Reused
 from tasks.extract.witness import unlike_rows
 
 #: Poison: a row that is never written has NaN in its first columns, where it could hold plausible zeros or another
@@ -93,8 +96,18 @@ class Sample:
     zero_TL: npt.NDArray[np.bool_]
     unlike_TL: npt.NDArray[np.bool_]
     input_ids_T: npt.NDArray[np.int32]
+    prefix: Sequence[bytes] = ()
+    """Names of its first blocks, which other samples may begin with, too (see :func:`tasks.prefixes.prefix_names`)."""
+    shared: int = 0
+    """Up to this many tokens, others may begin alike."""
     filled: int = 0
-    """Rows [0, filled) are there."""
+    """Rows [0, filled) are there, but for the gaps."""
+    gaps: list[tuple[int, int]] = field(default_factory=list)
+    """Rows [start, stop) that the engine has not computed for this sample."""
+    reused: list[Reused] = field(default_factory=list)
+    """Rows that were computed for other samples."""
+    whole_from: int = 0
+    """Rows [whole_from, filled) came without a gap between them."""
     error: str | None = None
     misshapen: tuple[tuple[int, ...], str] | None = None
     """Shape [L, rows, ...] and element type of what was computed, where it is not what was asked for."""
@@ -102,6 +115,13 @@ class Sample:
     @property
     def complete(self) -> bool:
         return self.filled == self.num_tokens
+
+
+class _Expected(NamedTuple):
+    num_tokens: int
+    directory: Path
+    prefix: Sequence[bytes]
+    shared: int
 
 
 @dataclass
@@ -116,13 +136,30 @@ class Assembler:
     on_complete: Callable[[Sample], None]
     take: Callable[[int], torch.Tensor]
     """Gives a uint8 buffer of at least that many bytes; blocks while memory is short."""
+    give_back: Callable[[torch.Tensor], None] = lambda buffer: None
+    """Takes a buffer that is not handed on."""
+    on_lost: Callable[[Sample], None] = lambda sample: None
+    """Takes a sample whose last rows came and of which earlier ones are no longer held."""
+    prefixes: PrefixRows | None = None
+    """Holds rows for other samples; None where the engine computes every row."""
     _samples: dict[str, Sample] = field(default_factory=dict)
-    _expected: dict[str, tuple[int, Path]] = field(default_factory=dict)
+    _expected: dict[str, _Expected] = field(default_factory=dict)
+    _unsettled: dict[str, Sample] = field(default_factory=dict)
 
-    def expect(self, key: str, num_tokens: int, directory: Path) -> None:
-        """Announce a sample that the engine will be asked for."""
-        self._samples.pop(key, None)
-        self._expected[key] = (num_tokens, directory)
+    def expect(self, key: str, num_tokens: int, directory: Path, prefix: Sequence[bytes] = (), shared: int = 0) -> None:
+        """Announce a sample that the engine will be asked for.
+
+        Args:
+            key: of the sample.
+            num_tokens: T
+            directory: to stage it in.
+            prefix: names of its first blocks, whose rows are held for others.
+            shared: tokens with which other samples may begin, too.
+        """
+        expected = _Expected(num_tokens, directory, prefix, shared)
+        if self._expected.get(key) != expected:  # a preempted request may be announced again
+            self._samples.pop(key, None)
+            self._expected[key] = expected
 
     def forget(self, key: str) -> Sample | None:
         """Stop expecting a sample; returns what there is of it if it was begun and not completed."""
@@ -154,16 +191,25 @@ class Assembler:
         num_rows = min(rows.stop - rows.start, sample.num_tokens - start)
         if sample.complete or sample.error or sample.misshapen or num_rows <= 0:  # a decode step behind the prompt
             return
+        stop = start + num_rows
         if start > sample.filled:
-            sample.error = (
-                f"rows [{sample.filled}, {start}) of {sample.num_tokens} were never computed; was prefix caching on?"
-            )
-            return
-        place = slice(start, start + num_rows)
+            if self.prefixes is None:
+                gap = f"rows [{sample.filled}, {start}) of {sample.num_tokens}"
+                sample.error = f"{gap} were never computed; was prefix caching on?"
+                return
+            sample.gaps.append((sample.filled, start))
+            sample.whole_from = start
+        else:
+            # What the abandoned attempt of a preempted request lacked, or had from others, is computed now.
+            sample.gaps = [(first, min(last, start)) for first, last in sample.gaps if first < start]
+            sample.reused = [r._replace(stop=min(r.stop, start)) for r in sample.reused if r.start < start]
+            sample.whole_from = min(sample.whole_from, start)
         if sample.states_LTH is not None:
             first = (state_rows or rows).start
-            for depth, rows_NH in enumerate(states):
-                sample.states_LTH[depth, place] = rows_NH[first : first + num_rows]
+            kept = min(stop, sample.states_LTH.shape[1]) - start
+            for depth, rows_NH in enumerate(states if kept > 0 else ()):
+                sample.states_LTH[depth, start : start + kept] = rows_NH[first : first + kept]
+        place = slice(start, stop)
         rows = slice(rows.start, rows.start + num_rows)
         sample.digests_TL[place] = summary.digests_NL[rows].numpy()
         sample.squares_TL[place] = summary.squares_NL[rows].numpy()
@@ -172,10 +218,48 @@ class Assembler:
         sample.unlike_TL[place] = summary.unlike_NL[rows].numpy()
         sample.input_ids_T[place] = summary.input_ids_N[rows].numpy()
         # A preempted request starts again: what lies behind the rows that came anew is of the abandoned attempt.
-        sample.filled = start + num_rows
-        if sample.complete:
-            del self._samples[key], self._expected[key]
-            self.on_complete(sample)
+        sample.filled = stop
+        if self.prefixes is not None:
+            self._hold(sample, self.prefixes, start, stop)
+        if sample.gaps:
+            self._unsettled[key] = sample  # another sample of this very step may bring the rows
+        elif sample.complete:
+            self._finish(sample)
+
+    def settle(self) -> None:
+        """Fill the gaps of a step's samples, after the rows of all of them were added."""
+        unsettled, self._unsettled = self._unsettled, {}
+        for sample in unsettled.values():
+            assert self.prefixes is not None
+            missing = []
+            for first, last in sample.gaps:
+                found = self.prefixes.fill(sample, sample.prefix, first, last)
+                if found is None:
+                    missing.append((first, last))
+                else:
+                    sample.reused += found
+            sample.gaps = missing
+            if sample.complete and not missing:
+                self._finish(sample)
+            elif sample.complete:
+                del self._samples[sample.key], self._expected[sample.key]
+                self.on_lost(sample)
+
+    def _hold(self, sample: Sample, prefixes: PrefixRows, start: int, stop: int) -> None:
+        """Hold the blocks of a sample's prefix that its new rows [start, stop) complete."""
+        size = prefixes.block
+        first = max(start // size, -(-sample.whole_from // size))
+        for block in range(first, min(stop // size, len(sample.prefix))):
+            prefixes.hold(sample.prefix[block], sample, block * size)
+
+    def _finish(self, sample: Sample) -> None:
+        del self._samples[sample.key], self._expected[sample.key]
+        if self.prefixes is not None:
+            self.prefixes.touch(sample.prefix)
+        if sample.buffer is not None and not self.keeps(sample.key):
+            self.give_back(sample.buffer)
+            sample.states_LTH = sample.buffer = None
+        self.on_complete(sample)
 
     def refuse(self, key: str, shape: tuple[int, ...], dtype: str) -> None:
         """Note that the states of a step have another shape or element type than asked for; the first such counts."""
@@ -184,13 +268,20 @@ class Assembler:
             sample.misshapen = sample.misshapen or (shape, dtype)
 
     def _begin(self, key: str) -> Sample:
-        num_tokens, directory = self._expected[key]
+        num_tokens, directory, prefix, shared = self._expected[key]
         shape = (num_tokens, self.num_depths)
         states = buffer = None
         if self.keeps(key):
-            num_bytes = num_tokens * self.num_depths * self.hidden_size * self.dtype.itemsize
+            kept = num_tokens
+        elif self.prefixes is not None and self.prefixes.holds_states:
+            # Samples are dealt over the ranks: what another one keeps, this one's may begin with.
+            kept = len(prefix) * self.prefixes.block
+        else:
+            kept = 0
+        if kept:
+            num_bytes = kept * self.num_depths * self.hidden_size * self.dtype.itemsize
             buffer = self.take(num_bytes)
-            states = buffer[:num_bytes].view(self.dtype).view(self.num_depths, num_tokens, self.hidden_size)
+            states = buffer[:num_bytes].view(self.dtype).view(self.num_depths, kept, self.hidden_size)
             states[:, :, :POISONED_COLUMNS] = torch.nan
         sample = Sample(
             key=key,
@@ -205,6 +296,8 @@ class Assembler:
             zero_TL=np.zeros(shape, np.bool_),
             unlike_TL=np.zeros(shape, np.bool_),
             input_ids_T=np.full(num_tokens, -1, np.int32),
+            prefix=prefix,
+            shared=shared,
         )
         self._samples[key] = sample
         return sample

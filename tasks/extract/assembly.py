@@ -11,9 +11,11 @@ import numpy.typing as npt
 import torch
 
 from tasks.extract.assemble import Assembler, RowSummary, Sample
+from tasks.extract.prefix_rows import PrefixRows
 from tasks.extract.receipts import Outbox
 from tasks.extract.step import Span
 from tasks.extract.writer import Writer
+from tasks.prefixes import NAME_BYTES
 from tasks.vocabulary import DType, Receipt
 
 #: A request's rows of a step, and where its states stand in what is delivered; None if this rank does not keep them.
@@ -27,6 +29,18 @@ class Wanted(NamedTuple):
     num_tokens: int
     directory: str
     """To stage it in."""
+    shared: int = 0
+    """Tokens with which other samples may begin, too."""
+    prefix: bytes = b""
+    """Names of the whole blocks in them (see :func:`tasks.prefixes.prefix_names`), one behind the other."""
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.prefix) // NAME_BYTES
+
+    @property
+    def names(self) -> list[bytes]:
+        return [self.prefix[i : i + NAME_BYTES] for i in range(0, len(self.prefix), NAME_BYTES)]
 
 
 @dataclass(frozen=True)
@@ -50,6 +64,10 @@ class AssemblySpec:
     """Bound on host memory for captured samples."""
     witnessed: bool
     """Whether rows are compared with what the layers themselves were given."""
+    block: int
+    """Tokens of a block of the engine's KV cache."""
+    reuse_bytes: int
+    """Bound on host memory for rows of shared prefixes; 0 if none are reused."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -73,8 +91,8 @@ class Assembly:
         self._owed_lock = threading.Lock()
         self._owed: set[str] = set()
         """Samples that are complete and have no receipt yet."""
-        self._settling: list[tuple[str, set[str]]] = []
-        """First key of samples to be settled, and those among them that are owed a receipt."""
+        self._settling: list[tuple[int, set[str]]] = []
+        """Number of the question, and the samples among those to be settled that are owed a receipt."""
         self.writer = Writer(
             rank=spec.rank,
             world_size=spec.world_size,
@@ -86,6 +104,16 @@ class Assembly:
             witnessed=spec.witnessed,
             on_receipt=self._pay,
         )
+        self._prefixes = None
+        if spec.reuse_bytes:
+            self._prefixes = PrefixRows(
+                block=spec.block,
+                num_depths=spec.num_depths,
+                hidden_size=spec.hidden_size,
+                dtype=spec.torch_dtype,
+                limit_bytes=spec.reuse_bytes,
+                holds_states=spec.keeps_any,
+            )
         self.assembler = Assembler(
             num_depths=spec.num_depths,
             hidden_size=spec.hidden_size,
@@ -93,26 +121,37 @@ class Assembly:
             keeps=spec.keeps,
             on_complete=self._write,
             take=self.writer.memory.take,
+            give_back=lambda buffer: self.writer.memory.give_back(buffer, written=False),
+            on_lost=self.writer.abandon,
+            prefixes=self._prefixes,
         )
 
     def expect(self, wanted: Iterable[Wanted]) -> None:
         """Announce samples, before their rows come."""
         with self._lock:
-            for key, num_tokens, directory in wanted:
-                self.assembler.expect(key, num_tokens, Path(directory))
+            for sample in wanted:
+                directory = Path(sample.directory)
+                self.assembler.expect(sample.key, sample.num_tokens, directory, sample.names, sample.shared)
+
+    def forget_prefixes(self) -> None:
+        """Let go of all rows that are held for other samples."""
+        with self._lock:
+            if self._prefixes is not None:
+                self._prefixes.clear()
 
     def deliver(self, places: Sequence[Place], states: Sequence[torch.Tensor], summary: RowSummary) -> None:
         """Take the rows of one step: its requests, the states per depth [N, H], and the summary of all its rows."""
         with self._lock:
             for span, state_rows in places:
                 self.assembler.add(span.key, span.start, states, summary, span.rows, state_rows)
+            self.assembler.settle()
 
     def refuse(self, key: str, shape: tuple[int, ...], dtype: str) -> None:
         """Give up a sample whose states have the wrong shape or element type."""
         with self._lock:
             self.assembler.refuse(key, shape, dtype)
 
-    def settle(self, keys: Sequence[str]) -> None:
+    def settle(self, question: int, keys: Sequence[str]) -> None:
         """No more rows of these samples will come: see that each has its receipt, and say when that is so."""
         with self._lock:
             for key in keys:
@@ -120,7 +159,7 @@ class Assembly:
                 if unfinished is not None:
                     self.writer.abandon(unfinished)
             with self._owed_lock:
-                self._settling.append((keys[0], self._owed.intersection(keys)))
+                self._settling.append((question, self._owed.intersection(keys)))
                 self._say_settled()
 
     def _write(self, sample: Sample) -> None:
@@ -137,10 +176,10 @@ class Assembly:
             self._say_settled()
 
     def _say_settled(self) -> None:
-        for first_key, owed in self._settling:
+        for question, owed in self._settling:
             if not owed:
-                self.outbox.settled(first_key)
-        self._settling = [(first_key, owed) for first_key, owed in self._settling if owed]
+                self.outbox.settled(question)
+        self._settling = [(question, owed) for question, owed in self._settling if owed]
 
     def report(self) -> dict[str, float]:
         """Seconds that the capture has waited for the writers, and that their threads have spent, by what on."""

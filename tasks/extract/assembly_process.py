@@ -163,11 +163,14 @@ class AssemblyProcess:
     def expect(self, wanted: Iterable[Wanted]) -> None:
         self._send("expect", list(wanted))
 
+    def forget_prefixes(self) -> None:
+        self._send("forget_prefixes")
+
     def refuse(self, key: str, shape: tuple[int, ...], dtype: str) -> None:
         self._send("refuse", key, shape, dtype)
 
-    def settle(self, keys: Sequence[str]) -> None:
-        self._send("settle", list(keys))
+    def settle(self, question: int, keys: Sequence[str]) -> None:
+        self._send("settle", question, list(keys))
 
     def report(self) -> dict[str, float]:
         self._send("report")
@@ -239,6 +242,7 @@ class _Other:
         do: dict[str, Callable[..., Any]] = {
             "deliver": self._deliver,
             "expect": self._assembly.expect,
+            "forget_prefixes": self._assembly.forget_prefixes,
             "refuse": self._assembly.refuse,
             "settle": self._assembly.settle,
             "report": lambda: self._send("report", self._assembly.report() | {"host_bytes": _peak_bytes()}),

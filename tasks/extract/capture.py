@@ -6,6 +6,7 @@ through ``collective_rpc``; arguments and results are plain values.
 """
 
 import contextlib
+import math
 import os
 import select
 import signal
@@ -18,7 +19,7 @@ import torch
 
 from tasks.extract.assembly import Assembly, AssemblySpec, Wanted
 from tasks.extract.assembly_process import AssemblyProcess
-from tasks.extract.step import MisshapenStep, SeamError, Step, check_step, read_step
+from tasks.extract.step import MisshapenStep, SeamError, Span, Step, check_step, read_step, sample_key
 from tasks.extract.transfer import DirectTransfer, SharedRing, Transfer
 from tasks.extract.witness import Witness
 from tasks.report.log import logger
@@ -68,6 +69,8 @@ class CaptureSettings:
     """Whether samples are dealt over the ranks to be written, or all written by the first."""
     writer_process: bool | None
     """Whether samples are assembled and written in a process of their own; on a GPU always."""
+    reuse_bytes: int
+    """Bound on this rank's host memory for rows of shared prefixes; 0 if none are reused."""
 
 
 class CaptureMixin:
@@ -95,8 +98,11 @@ class CaptureMixin:
         self._witness = Witness(self.model_runner.get_model(), self._depths) if watch else None
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        if self._open and (wanted := list(_wanted(scheduler_output))):
-            self._expect(wanted)
+        if self._open:
+            for request_id in scheduler_output.finished_req_ids:
+                self._held_tokens.pop(sample_key(request_id), None)
+            if wanted := list(_wanted(scheduler_output)):
+                self._expect(wanted)
         output = super().execute_model(scheduler_output)  # type: ignore[misc]
         # Dummy and warm-up batches run before the capture is opened.
         if self._open and scheduler_output.total_num_scheduled_tokens > 0:
@@ -141,6 +147,14 @@ class CaptureMixin:
 
     def _expect(self, wanted: list[Wanted]) -> None:
         self._assembly.expect(wanted)
+        if self._spec.reuse_bytes:
+            self._held_tokens.update({w.key: w.num_blocks * self._spec.block for w in wanted})
+
+    def _wants(self, span: Span) -> bool:
+        """Whether the states of these rows come to this rank's host memory: to be written, or held for others."""
+        if self._spec.keeps(span.key):
+            return True
+        return self._spec.keeps_any and span.start < self._held_tokens.get(span.key, 0)
 
     def layertap_open(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Make ready to capture.
@@ -165,18 +179,22 @@ class CaptureMixin:
             writer_threads=asked.writer_threads,
             staging_bytes=asked.staging_bytes,
             witnessed=self._witness is not None,
+            block=self._kv_block(),
+            reuse_bytes=asked.reuse_bytes,
         )
+        self._spec = spec
+        self._held_tokens: dict[str, int] = {}
         self._suspects: dict[str, list[tuple[int, torch.Tensor]]] = {}
-        self._settling: dict[str, int] = {}
+        self._settling: dict[int, int] = {}
         self._assembly: Assembly | AssemblyProcess
         self._transfer: Transfer
         if self.device.type == "cpu" and not asked.writer_process:
             self._assembly = Assembly(spec)
-            self._transfer = DirectTransfer(self._assembly, spec)
+            self._transfer = DirectTransfer(self._assembly, self._wants)
         else:
             max_rows = self.vllm_config.scheduler_config.max_num_batched_tokens
             self._assembly = AssemblyProcess(spec, slots=asked.ring_slots, max_rows=max_rows)
-            self._transfer = SharedRing(self._assembly, spec, self.device)
+            self._transfer = SharedRing(self._assembly, self._wants, self.device)
         self._open = True
         return {
             "rank": spec.rank,
@@ -185,26 +203,40 @@ class CaptureMixin:
             "dtype": spec.dtype,
             "model_runner": type(self.model_runner).__module__ + "." + type(self.model_runner).__name__,
             "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type,
+            "kv_block": spec.block,
         }
+
+    def _kv_block(self) -> int:
+        """Tokens of a block of the KV cache; with layers of several kinds, what all their blocks are multiples of."""
+        groups = self.model_runner.kv_cache_config.kv_cache_groups
+        return math.gcd(*(group.kv_cache_spec.block_size for group in groups))
 
     def layertap_suspect(self, keys: list[str]) -> None:
         """Keep the values of samples that are about to be asked for, and of nothing else, until they are released."""
         # A NaN that an earlier sample left there would come into others: masked out is multiplied by zero.
         for cache in self.model_runner.kv_caches:
             cache.zero_()
+        self._assembly.forget_prefixes()
         self._suspects = {key: [] for key in keys}
 
-    def layertap_settle(self, keys: list[str]) -> bool:
+    def layertap_release(self) -> None:
+        """Forget the suspects."""
+        self._suspects = {}
+
+    def layertap_settle(self, question: int, keys: list[str]) -> bool:
         """Let samples whose requests have finished have a receipt even where rows are missing.
+
+        Args:
+            question: a number that is used for these samples only.
+            keys: of the samples.
 
         Returns:
             False while steps are on their way to host memory that may hold their rows; ask again then.
         """
-        sent = self._settling.setdefault(keys[0], self._transfer.sent)
+        sent = self._settling.setdefault(question, self._transfer.sent)
         if self._transfer.delivered < sent:
             return False
-        del self._settling[keys[0]]
-        self._assembly.settle(keys)
+        self._assembly.settle(question, keys)
         return True
 
     def layertap_values(self, key: str, rows: list[int]) -> bytes | None:
@@ -234,8 +266,7 @@ def _wanted(scheduler_output: Any) -> Iterator[Wanted]:
     for request in scheduler_output.scheduled_new_reqs:
         asked = getattr(request.sampling_params, "extra_args", None) or {}
         if "layertap" in asked:
-            key = request.req_id.rpartition("-")[0]
-            yield Wanted(key, len(request.prompt_token_ids), asked["layertap"]["directory"])
+            yield Wanted(sample_key(request.req_id), len(request.prompt_token_ids), **asked["layertap"])
 
 
 def ask_for_depths(model_runner: Any, depths: tuple[int, ...]) -> None:

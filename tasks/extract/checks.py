@@ -27,7 +27,10 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "enable_chunked_prefill": ((None, True), "the engine then cannot split prompts longer than one step"),
     "enable_dbo": ((False,), "two half batches overlap and the capture would read one of them"),
     "enable_lora": ((False,), "adapters change the states without changing the checkpoint's fingerprint"),
-    "enable_prefix_caching": ((False,), "rows of cached tokens are never computed, so they cannot be captured"),
+    "enable_prefix_caching": (
+        (False,),
+        "rows of cached tokens are never computed; use engine.reuse_prefixes, which holds them",
+    ),
     "enable_prompt_embeds": ((False,), "samples are token ids"),
     "kv_transfer_config": ((None,), "rows of transferred tokens are never computed"),
     "pipeline_parallel_size": ((1,), "ranks before the last return no auxiliary states; use tensor parallelism"),

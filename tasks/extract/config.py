@@ -2,7 +2,9 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from tasks.vocabulary import ReusePrefixes
 
 #: vLLM arguments that change how fast the engine runs and not what it computes (within a dtype's rounding).
 NEUTRAL = frozenset(
@@ -64,10 +66,25 @@ class Engine(BaseModel):
         "need not wait for theirs. On a GPU it is always so; on a CPU, only where asked for.",
     )
     ring_slots: Annotated[int, Field(ge=2, description="Buffers to the writing process, each of one step.")] = 3
+    reuse_prefixes: ReusePrefixes = Field(
+        default="auto",
+        description="Whether the rows of a prefix that several samples begin with are computed and stored once. "
+        "`auto`: if a tenth of all tokens or more can be saved.",
+    )
+    reuse_gib: Annotated[float, Field(gt=0)] = Field(
+        default=4.0,
+        description="Host memory for rows of shared prefixes, over all ranks that keep states. A sample whose rows are "
+        "no longer held when the engine counts on them is computed again.",
+    )
     extra: dict[str, Any] = Field(
         default_factory=dict,
         description="Further vLLM engine arguments by name. Those that would break the capture are refused.",
     )
+
+    @field_validator("reuse_prefixes", mode="before")
+    @classmethod
+    def _from_yaml(cls, value: Any) -> Any:
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value  # what YAML makes of on and off
 
     @property
     def numerics(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ All calls into vLLM happen on one thread that lives as long as the engine; calle
 wait for their futures. While one job's last samples are still being written, the next job's are being computed.
 """
 
+import itertools
 import os
 import queue
 import tempfile
@@ -24,6 +25,8 @@ from tasks.extract.checks import StartupError, vllm_version
 from tasks.extract.config import Engine
 from tasks.extract.receipts import Inbox
 from tasks.model import Checkpoint
+from tasks.prefixes import prefix_names
+from tasks.report.log import logger
 from tasks.verify.diagnose import Expected, explain
 from tasks.vocabulary import DType, Receipt, RowEvidence, digest_ids
 
@@ -60,6 +63,8 @@ class EngineSpec:
     """The function that stages a sample, as ``package.module:function`` (see :data:`tasks.extract.writer.Stage`)."""
     stage_spec: Mapping[str, Any]
     """What that function needs to know of the store; plain values."""
+    reuse: bool = False
+    """Whether rows of shared prefixes are computed once, as far as the engine can keep their keys and values."""
 
 
 @dataclass(eq=False)
@@ -74,10 +79,18 @@ class Job:
     """Called on the engine's thread with each sample the engine has finished, and its tokens."""
     suspect: bool = False
     """Whether every rank keeps the samples' values, to be compared where ranks disagree; it runs by itself."""
+    shared: Mapping[str, int] | None = None
+    """Key -> tokens with which samples of this or another job may begin, too; None if that is not known."""
     receipts: Future[dict[str, list[Receipt]]] = field(default_factory=Future)
     _next_tokens: dict[str, int] = field(default_factory=dict)
-    _computed_at: float | None = None
+    _ask_at: float | None = None
+    """When the ranks are asked to settle the samples without a receipt."""
+    _question: int | None = None
     _settled: bool = False
+    _again: set[str] = field(default_factory=set)
+    """Samples that are computed a second time, without the rows of others."""
+    _found: dict[str, list[tuple[Receipt, bytes]]] = field(default_factory=dict)
+    """Receipts of all ranks, of samples that need not be computed again."""
 
     @property
     def _computed(self) -> bool:
@@ -96,9 +109,14 @@ class CaptureEngine:
         self.spec = spec
         self.ranks: list[dict[str, Any]] = []
         """What each rank says of itself, see :meth:`tasks.extract.capture.CaptureMixin.layertap_open`."""
+        self.reuses = False
+        """Whether rows of shared prefixes are computed once."""
+        self.recomputed = 0
+        """Samples that were computed again, since rows of others that they began with were no longer held."""
         self.waits: list[dict[str, float]] = []
         """Per rank, seconds that the engine waited for the copy and for the writers; known after shutdown."""
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._questions = itertools.count()
         self._inbox: Inbox
         self._started: Future[None] = Future()
         self._stopping = threading.Event()
@@ -194,7 +212,7 @@ class CaptureEngine:
             "kv_cache_dtype": engine.kv_cache_dtype,
             "load_format": engine.load_format,
             "skip_tokenizer_init": True,
-            "enable_prefix_caching": False,
+            "enable_prefix_caching": spec.reuse,
             "disable_log_stats": True,
             "seed": 0,
             # A part of vLLM's compile hash: without the depths, a graph compiled for others would be loaded.
@@ -220,6 +238,12 @@ class CaptureEngine:
             vllm_engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         except (TypeError, ValueError) as error:
             raise StartupError(f"vLLM {vllm_version()} refused the engine's arguments: {error}") from error
+        self.reuses = bool(vllm_engine.vllm_config.cache_config.enable_prefix_caching)
+        if spec.reuse and not self.reuses:
+            device = "a CPU" if on_cpu else "this device"
+            logger.warning(
+                f"prefixes are not reused: vLLM cannot keep them for {spec.checkpoint.architecture} on {device}"
+            )
         self.ranks = vllm_engine.collective_rpc("layertap_open", args=(asdict(self._settings()),))
         self._inbox.accept()
         return vllm_engine
@@ -236,6 +260,7 @@ class CaptureEngine:
             ring_slots=engine.ring_slots,
             deal=writers > 1,
             writer_process=engine.writer_process,
+            reuse_bytes=int(engine.reuse_gib * 2**30) // writers if self.reuses else 0,
         )
 
     def _unload(self, vllm_engine: Any) -> None:
@@ -305,11 +330,14 @@ class CaptureEngine:
                     if output.finished:
                         job = owner.pop(output.request_id)
                         job._next_tokens[output.request_id] = int(output.outputs[0].token_ids[0])
-                        job.on_sample(output.request_id, len(job.samples[output.request_id]))
+                        if output.request_id not in job._again:
+                            job.on_sample(output.request_id, len(job.samples[output.request_id]))
             for job in [j for j in active[:admitted] if j._computed]:
                 if self._collect(vllm_engine, job, idle=not owner):
                     active.remove(job)
                     admitted -= 1
+                else:
+                    self._ask(vllm_engine, job, [key for key in job.samples if key not in job._next_tokens], owner)
             if until_done and not active:
                 return
 
@@ -324,42 +352,84 @@ class CaptureEngine:
             pass
 
     def _admit(self, vllm_engine: Any, job: Job, owner: dict[str, Job]) -> None:
+        # What a suspect's computation may have left behind must not come into others', nor theirs into it. Its own
+        # worker clears the KV cache; the engine must know that nothing is kept there.
+        if job.suspect and self.reuses and not vllm_engine.reset_prefix_cache():
+            raise RuntimeError("vLLM did not let go of its prefix cache, with no request under way")
+        self._ask(vllm_engine, job, list(job.samples), owner)
+
+    def _ask(self, vllm_engine: Any, job: Job, keys: list[str], owner: dict[str, Job]) -> None:
+        """Give samples of a job to the engine; those that are computed again read no prefix from its KV cache."""
         from vllm import SamplingParams
 
+        if not keys:
+            return
         if job.suspect:
-            vllm_engine.collective_rpc("layertap_suspect", args=(list(job.samples),))
-        # A question to the workers would make the engine finish the steps under way first; a request's own arguments
-        # reach them with its first step.
-        told = {"layertap": {"directory": str(job.directory)}}
-        parameters = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args=told)
-        for key, ids in job.samples.items():
-            vllm_engine.add_request(key, {"prompt_token_ids": ids.tolist()}, parameters)
+            vllm_engine.collective_rpc("layertap_suspect", args=(keys,))
+        for key in keys:
+            ids_T = job.samples[key]
+            # A question to the workers would make the engine finish the steps under way first; a request's own
+            # arguments reach them with its first step.
+            told: dict[str, Any] = {"directory": str(job.directory)}
+            if self.reuses and not job.suspect:
+                told["shared"] = len(ids_T) if job.shared is None else job.shared[key]
+                told["prefix"] = b"".join(prefix_names(ids_T[: told["shared"]], self.ranks[0]["kv_block"]))
+            parameters = SamplingParams(
+                max_tokens=1,
+                temperature=0.0,
+                detokenize=False,
+                extra_args={"layertap": told},
+                skip_reading_prefix_cache=key in job._again,
+            )
+            prompt: dict[str, Any] = {"prompt_token_ids": ids_T.tolist()}
+            if job.suspect:
+                prompt["cache_salt"] = f"suspect {key}"  # neither reads what others have computed nor is read
+            vllm_engine.add_request(key, prompt, parameters)
             owner[key] = job
 
     def _collect(self, vllm_engine: Any, job: Job, *, idle: bool) -> bool:
-        """Give a job whose samples are computed its receipts, once they are all there."""
-        found = self._inbox.take(list(job.samples))
+        """Give a job whose samples are computed its receipts, once they are all there.
+
+        Returns:
+            False if they are not; those of the samples that must be computed again are not in ``job._next_tokens``.
+        """
+        waiting = [key for key in job.samples if key not in job._found]
+        found = self._inbox.take(waiting, job._question)
         if found is None:
-            self._settle(vllm_engine, job, idle=idle)
+            self._settle(vllm_engine, job, waiting, idle=idle)
+            return False
+        # All ranks hold the same rows; should one ever lack what another had, all compute the sample again.
+        gone = {key for key, of_sample in found.items() if any(receipt.rows_gone for receipt, _ in of_sample)}
+        job._found.update((key, of_sample) for key, of_sample in found.items() if key not in gone)
+        if gone:
+            self.recomputed += len(gone - job._again)
+            job._again |= gone
+            job._ask_at, job._question, job._settled = None, None, False
+            for key in gone:
+                del job._next_tokens[key]
             return False
         receipts: dict[str, list[Receipt]] = {}
-        for key, of_sample in found.items():
+        for key, of_sample in job._found.items():
             next_token = job._next_tokens[key]
             receipts[key] = [replace(receipt, next_token=next_token) for receipt, _ in of_sample]
             if len({receipt.digests for receipt in receipts[key]}) > 1:
                 digests = [digests for _, digests in of_sample]
                 receipts[key] = self._with_evidence(vllm_engine, receipts[key], digests, job.suspect)
+        if job.suspect:
+            vllm_engine.collective_rpc("layertap_release")
         job.receipts.set_result(receipts)
         return True
 
-    def _settle(self, vllm_engine: Any, job: Job, *, idle: bool) -> None:
+    def _settle(self, vllm_engine: Any, job: Job, keys: list[str], *, idle: bool) -> None:
         """Let samples that will never be whole have receipts; seldom, since a question costs a busy engine time."""
-        now = monotonic()
-        if job._computed_at is None:
-            job._computed_at = now
-        if not job._settled and (idle or now > job._computed_at + SETTLE_SECONDS):
-            job._settled = all(vllm_engine.collective_rpc("layertap_settle", args=(list(job.samples),)))
-            job._computed_at = now  # where the ranks are not that far, ask again later
+        if job._ask_at is None:
+            job._ask_at = monotonic() + SETTLE_SECONDS
+        if job._settled or (not idle and monotonic() < job._ask_at):
+            return
+        if job._question is None:
+            job._question = next(self._questions)
+        job._ask_at = monotonic() + SETTLE_SECONDS
+        job._settled = all(vllm_engine.collective_rpc("layertap_settle", args=(job._question, keys)))
 
     def _with_evidence(
         self, vllm_engine: Any, receipts: list[Receipt], digests: list[bytes], suspect: bool

@@ -31,7 +31,7 @@ class Inbox:
         self._listener = Listener(self.address, "AF_UNIX", backlog=num_ranks)
         self._num_ranks = num_ranks
         self._received: dict[str, dict[int, tuple[Receipt, bytes]]] = {}
-        self._settled: dict[str, set[int]] = {}
+        self._settled: dict[int, set[int]] = {}
         self._lost: str | None = None
         self._closing = False
         self._connections: list[Connection[Any, Any]] = []
@@ -43,11 +43,15 @@ class Inbox:
             self._connections.append(connection)
             threading.Thread(target=self._read, args=(connection,), name="layertap-receipts", daemon=True).start()
 
-    def take(self, keys: Sequence[str]) -> dict[str, list[tuple[Receipt, bytes]]] | None:
+    def take(self, keys: Sequence[str], question: int | None = None) -> dict[str, list[tuple[Receipt, bytes]]] | None:
         """Receipts by key and rank, with the digests of the sample's rows (int64 [T, L], little-endian).
 
+        Args:
+            keys: of the samples.
+            question: number under which the ranks were asked to settle them, if they were.
+
         Returns:
-            None while one is missing; what is given is forgotten here. Where every rank has settled the samples, what
+            None while one is missing; what is given is forgotten here. Once every rank has settled the samples, what
             there is, however little.
 
         Raises:
@@ -55,10 +59,9 @@ class Inbox:
         """
         if self._lost is not None:
             raise ReceiptsLost(self._lost)
-        settled = len(self._settled.get(keys[0], ())) == self._num_ranks
+        settled = question is not None and len(self._settled.get(question, ())) == self._num_ranks
         if not settled and any(len(self._received.get(key, ())) < self._num_ranks for key in keys):
             return None
-        self._settled.pop(keys[0], None)
         return {key: [of_rank for _, of_rank in sorted(self._received.pop(key, {}).items())] for key in keys}
 
     def expect_end(self) -> None:
@@ -81,8 +84,8 @@ class Inbox:
                 match connection.recv():
                     case (Receipt() as receipt, bytes() as digests):
                         self._received.setdefault(receipt.key, {})[rank] = (receipt, digests)
-                    case str() as first_key:
-                        self._settled.setdefault(first_key, set()).add(rank)
+                    case int() as question:
+                        self._settled.setdefault(question, set()).add(rank)
         except (EOFError, OSError):
             if not self._closing:
                 self._lost = f"rank {rank} ended"
@@ -100,9 +103,9 @@ class Outbox:
         """Send the receipt of a sample, and the digests of its rows."""
         self._send((receipt, digests_TL.astype("<i8").tobytes()))
 
-    def settled(self, first_key: str) -> None:
-        """Say that no more receipts will come of the samples that :meth:`Inbox.take` asks for with this key first."""
-        self._send(first_key)
+    def settled(self, question: int) -> None:
+        """Say that no more receipts will come of the samples that were asked for under this number."""
+        self._send(question)
 
     def _send(self, message: Any) -> None:
         with contextlib.suppress(OSError), self._lock:  # without the flow's process, the engine is about to end

@@ -16,6 +16,11 @@ class SeamError(RuntimeError):
     """vLLM no longer offers what the capture reads; the installed version is not one that was checked."""
 
 
+def sample_key(request_id: str) -> str:
+    """Key of a request's sample: vLLM appends "-" and 8 hex digits to the id that the request was given."""
+    return request_id.rpartition("-")[0]
+
+
 @dataclass(frozen=True)
 class Span:
     """Rows of one request in one step."""
@@ -28,8 +33,8 @@ class Span:
 
     @property
     def key(self) -> str:
-        """Key of the sample: vLLM appends "-" and 8 hex digits to the id that a request was given."""
-        return self.request_id.rpartition("-")[0]
+        """Of the sample."""
+        return sample_key(self.request_id)
 
 
 class MisshapenStep(SeamError):

@@ -49,6 +49,11 @@ class LazyEngine:
             return self._engine
 
     @property
+    def recomputed(self) -> int:
+        """Samples that were computed again, see :attr:`tasks.extract.engine.CaptureEngine.recomputed`."""
+        return self._engine.recomputed if self._engine is not None else 0
+
+    @property
     def started(self) -> CaptureEngine | None:
         """The engine, if one was started."""
         return self._engine
@@ -63,9 +68,12 @@ class LazyEngine:
             self._engine.shutdown()
 
 
-def engine_spec(checkpoint: Checkpoint, identity: Identity, engine: Engine, store: Store) -> EngineSpec:
-    """What the engine must be to fill this store."""
-    return EngineSpec(checkpoint, identity.depths, identity.dtype, engine, STAGE, store.spec.to_dict())
+def engine_spec(
+    checkpoint: Checkpoint, identity: Identity, engine: Engine, store: Store, reuse: bool = False
+) -> EngineSpec:
+    """What the engine must be to fill this store; ``reuse`` if rows of shared prefixes are to be computed once."""
+    stage_spec = store.stage_spec(links=reuse)
+    return EngineSpec(checkpoint, identity.depths, identity.dtype, engine, STAGE, stage_spec, reuse)
 
 
 @task(name="extract", task_run_name="extract {chunk.name}", cache_policy=NO_CACHE, persist_result=False)
@@ -87,6 +95,7 @@ def extract_chunk(
         samples={sample.key: table[sample.rows[0]].input_ids for sample in chunk.missing},
         on_sample=lambda key, num_tokens: None if suspect else progress.advance(num_tokens),
         suspect=suspect,
+        shared={sample.key: sample.shared for sample in chunk.missing},
     )
     receipts = running.submit(job).result()
     refused = [r.error for of_sample in receipts.values() for r in of_sample if r.storage_failed]

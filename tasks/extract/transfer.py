@@ -3,6 +3,7 @@
 import contextlib
 import queue
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Protocol
@@ -10,9 +11,12 @@ from typing import Any, Protocol
 import torch
 
 from tasks.extract.assemble import summarize
-from tasks.extract.assembly import Assembly, AssemblySpec, Place
+from tasks.extract.assembly import Assembly, Place
 from tasks.extract.assembly_process import AssemblyProcess, Slot
 from tasks.extract.step import Span, Step
+
+#: Whether the states of a request's rows are to come to this rank's host memory.
+Wants = Callable[[Span], bool]
 
 
 class Transfer(Protocol):
@@ -37,12 +41,12 @@ class DirectTransfer:
 
     waited = 0.0
 
-    def __init__(self, assembly: Assembly, spec: AssemblySpec) -> None:
-        self._assembly, self._spec = assembly, spec
+    def __init__(self, assembly: Assembly, wants: Wants) -> None:
+        self._assembly, self._wants = assembly, wants
         self.sent = 0
 
     def send(self, step: Step) -> None:
-        places = [(span, span.rows if self._spec.keeps(span.key) else None) for span in step.spans]
+        places = [(span, span.rows if self._wants(span) else None) for span in step.spans]
         self._assembly.deliver(places, step.states, summarize(step.states, step.input_ids, step.witness))
         self.sent += 1
 
@@ -72,10 +76,10 @@ class SharedRing:
     throughput. The engine waits when all buffers are in flight.
     """
 
-    def __init__(self, process: AssemblyProcess, spec: AssemblySpec, device: torch.device) -> None:
+    def __init__(self, process: AssemblyProcess, wants: Wants, device: torch.device) -> None:
         self.waited = 0.0
         self.sent = 0
-        self._process, self._spec = process, spec
+        self._process, self._wants = process, wants
         self._stream: Any = None
         if device.type == "cuda":
             process.pin()
@@ -119,7 +123,7 @@ class SharedRing:
         kept: list[Span] = []
         num_rows = 0
         for span in step.spans:
-            if self._spec.keeps(span.key):
+            if self._wants(span):
                 count = span.rows.stop - span.rows.start
                 places.append((span, slice(num_rows, num_rows + count)))
                 kept.append(span)

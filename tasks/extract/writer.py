@@ -71,7 +71,10 @@ class Writer:
         error = sample.error
         if error is None and sample.misshapen is None:
             error = f"only rows [0, {sample.filled}) of {sample.num_tokens} were computed"
-        self._on_receipt(self._receipt(sample, error=error), sample.digests_TL)
+        if sample.gaps:
+            error = f"rows {sample.gaps} came from the engine's cache, and are no longer held here"
+        receipt = replace(self._receipt(sample, error=error), rows_gone=bool(sample.gaps))
+        self._on_receipt(receipt, sample.digests_TL)
 
     def close(self) -> None:
         self._samples.shutdown(wait=True, cancel_futures=True)
@@ -89,9 +92,8 @@ class Writer:
             arrived_TL = self._digests_on_arrival(states_LTH)
             digested = perf_counter()
             bits = states_LTH.view(torch.uint16) if states_LTH.dtype == torch.bfloat16 else states_LTH
-            objects = self._stage(
-                sample.directory, sample.key, self._stage_spec, bits.numpy(), sample.input_ids_T, self._chunks
-            )
+            spec = {**self._stage_spec, "shared": sample.shared}
+            objects = self._stage(sample.directory, sample.key, spec, bits.numpy(), sample.input_ids_T, self._chunks)
             self.seconds["digest"] += digested - began
             self.seconds["stage"] += perf_counter() - digested
             changed_TL, unwritten_TL = _changes(sample, states_LTH, arrived_TL)
@@ -160,7 +162,16 @@ class Writer:
             ),
             carried_rows=(0, *_counts(carried_TL)),
             median_rms=median_rms,
+            reused=_sources(sample),
         )
+
+
+def _sources(sample: Sample) -> tuple[tuple[str, int], ...]:
+    """Key of another sample, and how many rows were computed for it."""
+    rows: dict[str, int] = {}
+    for start, stop, source in sample.reused:
+        rows[source] = rows.get(source, 0) + stop - start
+    return tuple(rows.items())
 
 
 def _counts(rows_TL: npt.NDArray[Any]) -> tuple[int, ...]:

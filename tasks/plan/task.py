@@ -1,22 +1,41 @@
 """The plan of a run as a Prefect task."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from tasks.plan.chunks import distinct, split
+from tasks.plan.prefixes import WORTHWHILE, arrange, known_share
+from tasks.report.log import logger
 from tasks.samples import SampleTable
 from tasks.store.store import Store
-from tasks.vocabulary import Chunk
+from tasks.vocabulary import Chunk, PlannedSample, ReusePrefixes
 
 
 @task(name="plan", cache_policy=NO_CACHE, persist_result=False)
-def plan_chunks(table: SampleTable, store: Store, chunk_tokens: int) -> list[Chunk]:
-    """Cut the table's distinct samples into chunks, each with the samples that the store lacks."""
+def plan_chunks(
+    table: SampleTable, store: Store, chunk_tokens: int, reuse_prefixes: ReusePrefixes = "off"
+) -> list[Chunk]:
+    """Cut the table's distinct samples into chunks, each with the samples that the store lacks.
+
+    Where prefixes are reused, samples that begin alike stand next to each other; with ``auto``, if that is worthwhile.
+    """
     samples = distinct(table.keys, table.num_tokens)
     missing = set(store.missing((s.key, s.num_tokens) for s in samples))
-    return [
-        replace(chunk, missing=tuple(s for s in chunk.samples if s.key in missing))
-        for chunk in split(samples, chunk_tokens)
-    ]
+
+    def cut(samples: Sequence[PlannedSample], in_order: bool) -> list[Chunk]:
+        return [
+            replace(chunk, missing=tuple(s for s in chunk.samples if s.key in missing))
+            for chunk in split(samples, chunk_tokens, in_order=in_order)
+        ]
+
+    if reuse_prefixes != "off" and missing:
+        arranged = cut(arrange(samples, lambda sample: table[sample.rows[0]].input_ids), True)
+        share = known_share(arranged)
+        reuse = reuse_prefixes == "on" or share >= WORTHWHILE
+        logger.info(f"prefixes: {share:.0%} of the tokens are known by samples before; {'' if reuse else 'not '}reused")
+        if reuse:
+            return arranged
+    return cut(samples, False)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from tasks.report.picture import Profiles, data_uri, draw
-from tasks.report.shape_audit import Row
+from tasks.report.shape_audit import Row, reused
 from tasks.verify.audit import Audited, AuditReport
 
 MOST_ROWS = 500
@@ -59,6 +59,7 @@ def _row(sample: Audited, report: AuditReport) -> Row:
         "RMS": " · ".join(f"r_{k} {x:.3g}" for k, x in zip(report.identity.depths, sample.rms, strict=False)) or "-",
         "finite": "-" if sample.finite is None else "yes" if sample.finite else "no",
         "TP agreement": "-" if sample.ranks is None else f"{sample.ranks}/{sample.ranks} equal",
+        "reused": reused(sample.reused),
         "proof": "-" if sample.proof is None else sample.proof.outcome,
         "next tokens": f"{sample.hits.get(0, 0)}/{sample.predicted}" if sample.predicted else "-",
     }
@@ -76,6 +77,7 @@ def _total(report: AuditReport, shown: int) -> Row:
         "sample": f"total {len(report.samples)}",
         "source": f"{shown} shown",
         "expected": f"{tokens:,} tokens",
+        "reused": f"{sum(rows for s in report.samples for rows in s.reused.values()):,} rows",
         "proof": f"{report.proofs('proved')} proved, {report.proofs('near tie')} near ties",
         "next tokens": _percent(report.accuracy()),
         "verdict": f"{len(report.samples) - len(report.failed)} good, {len(report.failed)} bad",

@@ -49,6 +49,7 @@ def _row(verdict: Verdict, sample: PlannedSample, source: str, identity: Identit
         "RMS": "-" if staged is None else _by_depth(identity.depths, staged.rms),
         "finite": "-" if not receipts else "no" if any(any(r.nonfinite) for r in receipts) else "yes",
         "TP agreement": _agreement(receipts),
+        "reused": "-" if staged is None else reused(staged.reused_from),
         "proof": "-" if verdict.proof is None else verdict.proof.outcome,
         "action": "committed" if verdict.accepted else f"{refused}: {verdict.reason}: {verdict.detail}",
     }
@@ -68,9 +69,15 @@ def _total(samples: Sequence[PlannedSample], verdicts: Sequence[Verdict], shown:
         "RMS": "",
         "finite": "",
         "TP agreement": "",
+        "reused": f"{sum(rows for v in verdicts for r in v.receipts[:1] for rows in r.reused_from.values()):,} rows",
         "proof": f"{proved} proved, {near} near ties",
         "action": f"{accepted} committed, {len(verdicts) - accepted} quarantined",
     }
+
+
+def reused(rows_from: Mapping[str, int]) -> str:
+    """Rows that were computed for other samples, and for which."""
+    return ", ".join(f"{rows} rows of {key[:12]}" for key, rows in rows_from.items()) or "none"
 
 
 def _by_depth(depths: Sequence[int], values: Sequence[float]) -> str:

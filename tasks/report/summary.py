@@ -24,6 +24,8 @@ class Outcome:
     """Bytes of the committed states before encoding."""
     stored_bytes: int
     """Bytes of their files."""
+    reused_rows: int = 0
+    """Rows of their states that were computed for another sample with the same prefix."""
     refused: Sequence[Verdict] = ()
 
 
@@ -49,6 +51,10 @@ class Summary:
     """Tokens of the extracted samples."""
     state_bytes: int = 0
     stored_bytes: int = 0
+    reused_rows: int = 0
+    """Rows that were computed for another sample with the same prefix."""
+    recomputed: int = 0
+    """Samples computed again, since rows that they were to reuse were no longer held."""
     tokens_per_second: float = 0.0
     """Of the engine, from when it was ready."""
     engine_started: bool = False
@@ -61,6 +67,7 @@ class Summary:
         self.tokens += outcome.tokens
         self.state_bytes += outcome.state_bytes
         self.stored_bytes += outcome.stored_bytes
+        self.reused_rows += outcome.reused_rows
         self.quarantined.extend(outcome.refused)
 
     def add_retry(self, outcome: Outcome, key: str) -> None:
@@ -124,6 +131,10 @@ class Summary:
             ("time", f"{self.seconds:,.1f} s"),
             ("store", self.store),
         ]
+        if self.reused_rows or self.recomputed:
+            share = self.reused_rows / self.tokens if self.tokens else 0.0
+            again = f"; {self.recomputed} samples computed again" if self.recomputed else ""
+            found.insert(-4, ("prefixes", f"{self.reused_rows:,} rows reused, {share:.0%}{again}"))
         if self.halted:
             found.append(("stopped", self.halted))
         found += [(f"quarantined {v.key[:12]}", f"{v.reason}: {v.detail}") for v in self.quarantined[:LISTED]]

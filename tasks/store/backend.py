@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from tasks.store.errors import StoreBusy
+from tasks.store.links import Links
 from tasks.vocabulary import Objects
 
 Expected = tuple[str, Sequence[str], Sequence[int]]
@@ -61,6 +62,9 @@ class Files(Protocol):
 class Backend(Files, Protocol):
     """Files of one store, to read and write."""
 
+    links: Links | None
+    """By which samples share equal chunks; None where the place has no hard links."""
+
     def put(self, path: str, data: bytes) -> None:
         """Write or replace a file, atomically and durably."""
 
@@ -75,6 +79,9 @@ class Backend(Files, Protocol):
 
         An object store may look for samples only, not for each of their files, where there are very many.
         """
+
+    def shared_bytes(self, expected: Iterable[Expected]) -> int:
+        """Bytes that the samples' files would take besides, if none were a link to another's."""
 
     def sizes(self, path: str) -> dict[str, int]:
         """Bytes of each file in a directory and below, by path relative to it; empty where there is none."""

@@ -11,14 +11,15 @@
         loss_mask/{zarr.json, c.0}           [T] int8, 1 where a trainer supervises the token
         scales/{zarr.json, c.0.0}            [L, T] float32, with fp8 only
         quantization_error/{zarr.json, c.0.0}  [L, 2] float32, with fp8 only
-    STORE/.layertap/                         private: manifest, staging, quarantine, runs
+    STORE/.layertap/                         private: manifest, staging, quarantine, runs, links
 
 L captured depths (ascending), T tokens of the sample, H hidden size. All is Zarr v3 and opens in any reader of it.
 
 * A sample of at most C tokens has its states in one chunk [L, T, H], so that small samples are few files. A longer
   one has chunks [1, C, H], which decode straight into place and let a reader fetch the depths it needs; the last of
   a depth is padded with the fill value, which compresses to next to nothing. C is near 256 and the same for all
-  samples of a store (:func:`chunk_tokens`), so long samples with equal prefixes have equal chunks.
+  samples of a store (:func:`chunk_tokens`), so long samples with equal prefixes have equal chunks. In a local store
+  these are hard links to one file (:mod:`tasks.store.links`); an object store has no such thing, and holds copies.
 * Codecs: ``blosc(zstd, level 1, byte shuffle, 1 MiB blocks)`` then ``crc32c``. zstd gives every 128 KiB a code table
   of its own, so C is chosen for a chunk's plane of exponent bytes (C x H of them) to fill whole tables: 1.45 instead
   of 1.41 on real states with H = 576. With blosc's default block size it would be 1.28.
@@ -66,7 +67,7 @@ RECORD = "zarr.json"
 
 _BLOCK_BYTES = 1 << 20
 _TABLE_BYTES = 128 * 1024
-_CRC_BYTES = 4
+CRC_BYTES = 4
 _KEY = re.compile(r"[0-9a-f]{64}")
 
 # Stand-ins for what differs between samples of a store. zarr writes the templates with them.
@@ -98,7 +99,7 @@ def mask_digest(loss_mask: npt.ArrayLike) -> str:
 
 def seal(content: bytes) -> bytes:
     """Bytes as a ``crc32c`` codec without another one stores them."""
-    checksum: bytes = google_crc32c.value(content).to_bytes(_CRC_BYTES, "little")
+    checksum: bytes = google_crc32c.value(content).to_bytes(CRC_BYTES, "little")
     return content + checksum
 
 
@@ -214,7 +215,7 @@ class StateSpec:
         """Encode one chunk: the payload, its four checksum bytes, and the crc32c of both. The GIL is free meanwhile."""
         payload: bytes = blosc.compress(tile, b"zstd", 1, self.blosc_shuffle, _BLOCK_BYTES, self.stored_dtype.itemsize)
         crc = google_crc32c.value(payload)
-        checksum: bytes = crc.to_bytes(_CRC_BYTES, "little")
+        checksum: bytes = crc.to_bytes(CRC_BYTES, "little")
         return payload, checksum, google_crc32c.extend(crc, checksum)
 
     def templates(self, num_tokens: int) -> "Templates":

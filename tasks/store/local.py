@@ -16,6 +16,7 @@ from tasks.store.backend import Expected, Lease, Publication, busy, owner
 from tasks.store.buffers import scratch
 from tasks.store.errors import StorageFailure, storage_failures
 from tasks.store.layout import PRIVATE, RECORD, sample_path
+from tasks.store.links import Links, links_in
 
 _READ_STEP = 1 << 18
 
@@ -100,6 +101,7 @@ class LocalBackend:
         self.root = root.absolute()
         self.url = str(self.root)
         self._private = self.root / PRIVATE
+        self.links: Links | None = links_in(str(self._private / "links"))
         self._staging = StagingArea(self._private / "staging")
         self._descriptor: int | None = None
 
@@ -186,6 +188,22 @@ class LocalBackend:
                     yield key
         finally:
             os.close(samples)
+
+    def shared_bytes(self, expected: Iterable[Expected]) -> int:
+        if self.links is None or all(status.st_nlink <= 2 for _, status in self.links.entries()):
+            return 0
+        counted: set[int] = set()
+        shared = 0
+        for key, files, sizes in expected:
+            for file, size in zip(files, sizes, strict=True):
+                try:
+                    status = os.stat(f"{self.root}/{sample_path(key)}/{file}")  # noqa: PTH116
+                except FileNotFoundError:
+                    continue
+                if status.st_nlink > 1 and status.st_ino in counted:
+                    shared += size
+                counted.add(status.st_ino)
+        return shared
 
     def sizes(self, path: str) -> dict[str, int]:
         top = self.root / path

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from tasks.store import layout
-from tasks.store.backend import Backend, open_backend
+from tasks.store.backend import Backend, Expected, open_backend
 from tasks.store.errors import DamagedSample, NoSpace, StoreError
 from tasks.store.integrity import checked_files, load_record, probe
 from tasks.store.layout import PRIVATE, RECORD, Record, StateSpec, sample_path
@@ -93,6 +93,8 @@ class Stats:
     """States as the engine computed them."""
     stored_bytes: int
     """All files of the samples."""
+    disk_bytes: int
+    """The same, with a file that samples share counted once."""
     lengths: Mapping[str, int]
     """min, median, p90 and max tokens of a sample."""
     quarantined: int
@@ -105,13 +107,14 @@ class Stats:
 
 
 def stats(url: str | os.PathLike[str]) -> Stats:
-    """Counts, bytes and lengths of a store."""
+    """Counts, bytes and lengths of a store. Where samples share chunks, their files are looked at, too."""
     backend = open_backend(url)
     identity = stored_identity(backend)
     manifest = Manifest(backend)
     entries = list(manifest.entries.values())
     lengths = np.array([entry.num_tokens for entry in entries], dtype=np.int64)
     tokens = int(lengths.sum())
+    stored = sum(entry.nbytes for entry in entries)
     error = None
     if identity.stored_as == "float8_e4m3" and entries:
         weighted_L = np.array([entry.error or () for entry in entries]).T @ lengths / tokens
@@ -122,11 +125,17 @@ def stats(url: str | os.PathLike[str]) -> Stats:
         sources=len(manifest.sources),
         tokens=tokens,
         computed_bytes=StateSpec.of(identity).nbytes(tokens),
-        stored_bytes=sum(entry.nbytes for entry in entries),
+        stored_bytes=stored,
+        disk_bytes=stored - backend.shared_bytes(_expected(manifest.entries, StateSpec.of(identity))),
         lengths={name: int(np.quantile(lengths, mark, method="nearest")) for name, mark in marks.items()},
         quarantined=len(backend.names(QUARANTINE)),
         quantization_error=error,
     )
+
+
+def _expected(entries: Mapping[str, Entry], spec: StateSpec) -> Iterator[Expected]:
+    for key, entry in entries.items():
+        yield key, spec.files(entry.num_tokens), entry.sizes
 
 
 @dataclass
@@ -344,12 +353,14 @@ class Collection:
     """Damaged samples that had been set aside."""
     leftovers: int
     """Half-written samples, which no reader took for samples."""
+    links: int
+    """Shared chunks that no sample has any more."""
     nbytes: int
-    """Bytes of the last two."""
+    """Bytes of the last three."""
 
 
 def gc(url: str | os.PathLike[str]) -> Collection:
-    """Remove what no reader looks at: dead runs' staging, samples set aside, half-written samples.
+    """Remove what no reader looks at: dead runs' staging, samples set aside, half-written samples, chunks left over.
 
     Raises:
         StoreBusy: a run is writing to the store.
@@ -367,7 +378,8 @@ def gc(url: str | os.PathLike[str]) -> Collection:
             nbytes += sum(sizes.values())
             leftovers += bool(sizes)
             backend.remove(sample_path(key))
-        return Collection(store.collected, len(aside), leftovers, nbytes)
+        links, unlinked = backend.links.collect() if backend.links is not None else (0, 0)
+        return Collection(store.collected, len(aside), leftovers, links, nbytes + unlinked)
 
 
 def _gb(count: int) -> str:

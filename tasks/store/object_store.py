@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 from tasks.store.backend import Expected, Publication, busy, owner
 from tasks.store.errors import StorageFailure, StoreBusy, StoreError
 from tasks.store.layout import PRIVATE, RECORD, sample_path
+from tasks.store.links import Links
 from tasks.store.local import StagingArea
 
 IMPORTED_IN = os.getpid()
@@ -69,6 +70,7 @@ class ObjectBackend:
 
     def __init__(self, url: str, staging_dir: Path | None = None) -> None:
         self.url = url.rstrip("/")
+        self.links: Links | None = None
         self._store = connect(self.url)
         parent = staging_dir or Path(tempfile.gettempdir())
         place = hashlib.sha256(self.url.encode()).hexdigest()[:16]
@@ -167,6 +169,9 @@ class ObjectBackend:
             for key, files, sizes in expected
             if any(present.get(f"{key}/{file}") != size for file, size in zip(files, sizes, strict=True))
         ]
+
+    def shared_bytes(self, expected: Iterable[Expected]) -> int:
+        return 0
 
     def sizes(self, path: str) -> dict[str, int]:
         prefix = path.rstrip("/") + "/"

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from tasks.store.errors import storage_failures
 from tasks.store.fp8 import Quantizer
 from tasks.store.layout import StateSpec, Tile, check_key, seal
+from tasks.store.links import content_name, links_in
 
 STAGE = "tasks.store.stage:stage_states"
 """The name by which the engine's worker processes find :func:`stage_states`."""
@@ -23,7 +24,6 @@ STAGE = "tasks.store.stage:stage_states"
 # The commit brings all files of many samples to the disk at once. The disk is told to begin with larger ones when
 # they are written, so that the page cache does not fill up with states and the commit has little to wait for.
 _BEGIN_BYTES = 1 << 20
-_WINDOW = 16
 
 
 def stage_states(
@@ -41,7 +41,8 @@ def stage_states(
     Args:
         staging: Directory from :meth:`tasks.store.Store.staging`.
         key: The sample's key.
-        spec: :class:`StateSpec` of the store, or its ``to_dict()``.
+        spec: :class:`StateSpec` of the store, or what :meth:`tasks.store.Store.stage_spec` gives, with the number of
+            tokens that other samples ``shared`` may begin with: chunks within them are links to one file.
         states_LTH: [L, T, H] uint16 with the bits of bfloat16, or float32, as ``spec.dtype`` says.
         input_ids: [T], the token ids that the states belong to.
         executor: Encodes a long sample's chunks in parallel where given; must not be the caller's own pool.
@@ -53,8 +54,12 @@ def stage_states(
         ValueError: shape or element type differs from the spec.
         StorageFailure: the disk is full, read-only or not permitted.
     """
+    links, shared = None, 0
     if not isinstance(spec, StateSpec):
-        spec = StateSpec(**spec)
+        values = dict(spec)
+        directory_of_links, shared = values.pop("links", None), values.pop("shared", 0)
+        links = links_in(directory_of_links) if directory_of_links else None
+        spec = StateSpec(**values)
     ids_T = np.ascontiguousarray(input_ids, dtype="<i4")
     num_tokens = len(ids_T)
     if states_LTH.shape != spec.shape(num_tokens) or num_tokens == 0:
@@ -76,11 +81,20 @@ def stage_states(
 
     quantizer = Quantizer(spec, num_tokens) if spec.is_fp8 else None
 
-    def encode(tile: Tile) -> tuple[bytes, bytes, int]:
+    def write_tile(tile: Tile) -> tuple[int, int]:
         rows_ltH = states_LTH[tile.depths, tile.tokens]
         if quantizer:
             rows_ltH = quantizer(rows_ltH, tile)
-        return spec.encode(_pad(rows_ltH, spec, num_tokens))
+        path = f"{directory}/{tile.path}"
+
+        def encode() -> tuple[int, int]:
+            payload, checksum, crc = spec.encode(_pad(rows_ltH, spec, num_tokens))
+            return write_file(path, payload, checksum, crc=crc)
+
+        whole = spec.is_long(num_tokens) and rows_ltH.shape == spec.chunk_shape(num_tokens)
+        if links and whole and tile.tokens.stop <= shared:
+            return links.share(content_name(rows_ltH), path, encode)
+        return encode()
 
     with storage_failures(directory):
         # Plain strings here and below: for small samples, pathlib takes as long as the system calls.
@@ -88,11 +102,7 @@ def stage_states(
         write("hidden_states/zarr.json", templates.array("hidden_states", num_tokens))
         tiles = spec.tiles(num_tokens)
         run = executor.map if executor is not None and len(tiles) > 1 else map
-        # An executor would take all chunks at once; a window keeps memory bounded.
-        for start in range(0, len(tiles), _WINDOW):
-            window = tiles[start : start + _WINDOW]
-            for tile, (payload, checksum, crc) in zip(window, run(encode, window), strict=True):
-                written[tile.path] = write_file(f"{directory}/{tile.path}", payload, checksum, crc=crc)
+        written.update(zip((tile.path for tile in tiles), run(write_tile, tiles), strict=True))
         if quantizer:
             write_array("scales", "c.0.0", quantizer.scales_LT)
             write_array("quantization_error", "c.0.0", quantizer.error_L2)
@@ -111,13 +121,18 @@ def _pad(rows_ltH: npt.NDArray[Any], spec: StateSpec, num_tokens: int) -> npt.ND
 
 
 def write_file(path: str, *parts: bytes, crc: int | None = None) -> tuple[int, int]:
-    """Write a file; returns its bytes and crc32c, which is not computed again where it is known."""
+    """Write a file in place of one that may be there; returns its bytes and crc32c, which is computed unless known."""
     if crc is None:
         crc = 0
         for part in parts:
             crc = google_crc32c.extend(crc, part)
     size = sum(map(len, parts))
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    # Never into a file that is there: it may be a link to a chunk of other samples.
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    except FileExistsError:
+        os.unlink(path)  # noqa: PTH108
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         for part in parts:
             view = memoryview(part)

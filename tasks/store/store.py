@@ -290,6 +290,17 @@ class Store:
                 self._staging = self.backend.staging(self.run)
             return self._staging
 
+    def stage_spec(self, links: bool = True) -> dict[str, Any]:
+        """What :func:`tasks.store.stage.stage_states` needs to know of the store, in plain values.
+
+        Args:
+            links: Whether samples share equal chunks, where the place has hard links.
+        """
+        spec = self.spec.to_dict()
+        if links and self.backend.links is not None:
+            spec["links"] = str(self.backend.links.directory)
+        return spec
+
     def commit(self, samples: Sequence[StagedSample]) -> list[str]:
         """Make staged samples visible, each in one step; returns the keys that this call committed.
 

@@ -59,6 +59,7 @@ def commit_chunk(chunk: Chunk, verdicts: Sequence[Verdict], table: SampleTable, 
         tokens=sum(sample.num_tokens for sample in staged),
         state_bytes=sum(store.spec.nbytes(sample.num_tokens) for sample in staged),
         stored_bytes=sum(size for sample in staged for size, _ in sample.objects.values()),
+        reused_rows=sum(rows for verdict in accepted for rows in verdict.receipts[0].reused_from.values()),
         refused=refused,
     )
 
@@ -79,5 +80,10 @@ def _staged(sample: PlannedSample, verdict: Verdict, table: SampleTable) -> Stag
         next_token=receipt.next_token,
         sources={row.source_id: row.loss_mask for row in rows},
         # Left with the sample, so that it can be audited later without the engine.
-        capture={"digests": receipt.digests, "rms": receipt.rms, "ranks": receipt.world_size},
+        capture={
+            "digests": receipt.digests,
+            "rms": receipt.rms,
+            "ranks": receipt.world_size,
+            **({"reused": receipt.reused_from} if receipt.reused else {}),
+        },
     )

@@ -7,6 +7,7 @@ compared with each other.
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +62,8 @@ class Audited:
     finite: bool | None = None
     ranks: int | None = None
     """Ranks that had agreed when it was extracted."""
+    reused: Mapping[str, int] = field(default_factory=dict)
+    """Key of another sample -> rows that were computed for it, when this one was extracted."""
     proof: Proof | None = None
     hits: Mapping[int, int] = field(default_factory=dict)
     """Shift s -> rows t whose most likely next token is the token at t + 1 + s; 0 is right."""
@@ -154,7 +157,7 @@ def audit(
     if recompute is not None:
         report.tolerance = tolerance
     owners = _owners(reader)
-    chosen = set(random.Random(0).sample(list(reader.keys), min(samples or len(reader), len(reader))))
+    chosen = _choose(reader, samples or len(reader)) if recompute is not None else set()
     for number, key in enumerate(reader.keys, 1):
         found, stored = _read(reader, key)
         if stored is not None:
@@ -165,6 +168,20 @@ def audit(
         progress(number, len(reader))
     _check_sizes(report)
     return report
+
+
+def _choose(reader: Reader, number: int) -> set[str]:
+    """Keys at random, the same each time; half of them with rows that were computed for other samples, if there are."""
+    keys = list(reader.keys)
+    random.Random(0).shuffle(keys)
+    if number >= len(keys):
+        return set(keys)
+    reused = []
+    for key in keys:
+        with suppress(DamagedSample):
+            if reader.record(key).capture.get("reused"):
+                reused.append(key)
+    return set([*reused[: (number + 1) // 2], *(key for key in keys if key not in reused)][:number])
 
 
 def _owners(reader: Reader) -> dict[str, tuple[str, int]]:
@@ -183,7 +200,8 @@ def _read(reader: Reader, key: str) -> tuple[Audited, StoredSample | None]:
     found = Audited(key, reader.sources_of(key), reader.num_tokens(key))
     try:
         stored = reader.read(key)
-        found.ranks = reader.record(key).capture.get("ranks")
+        capture = reader.record(key).capture
+        found.ranks, found.reused = capture.get("ranks"), capture.get("reused", {})
     except DamagedSample as error:
         found.problems.append(Problem("damaged", error.problem))
         return found, None

@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Mapping
+from concurrent.futures import Executor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,7 +21,12 @@ STAGE = "tasks.verify.solo:stage_array"  # by name, since it runs in the engine'
 
 
 def stage_array(
-    directory: Path, key: str, _spec: Mapping[str, Any], states_LTH: npt.NDArray[Any], _ids: npt.NDArray[np.int32]
+    directory: Path,
+    key: str,
+    _spec: Mapping[str, Any],
+    states_LTH: npt.NDArray[Any],
+    _ids: npt.NDArray[np.int32],
+    _executor: Executor,
 ) -> dict[str, tuple[int, int]]:
     """Keep the states of one sample as a plain array."""
     np.save(directory / f"{key}.npy", states_LTH)

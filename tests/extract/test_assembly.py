@@ -50,6 +50,8 @@ def spec(inbox: Inbox) -> AssemblySpec:
         writer_threads=2,
         staging_bytes=1 << 20,
         witnessed=False,
+        block=16,
+        reuse_bytes=0,
     )
 
 
@@ -92,10 +94,10 @@ def test_a_process_of_its_own_does_the_same(tmp_path: Path) -> None:
         asked = spec(inbox)
         if name == "here":
             assembly: Assembly | AssemblyProcess = Assembly(asked)
-            transfer: Any = DirectTransfer(assembly, asked)
+            transfer: Any = DirectTransfer(assembly, lambda span: True)
         else:
             assembly = AssemblyProcess(asked, slots=2, max_rows=8)
-            transfer = SharedRing(assembly, asked, torch.device("cpu"))
+            transfer = SharedRing(assembly, lambda span: True, torch.device("cpu"))
         receipts.append(run(assembly, transfer, inbox, tmp_path / name))
         written.append(files(tmp_path / name))
         inbox.close()
@@ -145,11 +147,11 @@ def test_settled_samples_are_taken_with_what_there_is(inbox: Inbox, tmp_path: Pa
     inbox.accept()
     keys = list(LENGTHS)
     assembly.expect([Wanted(key, n, str(tmp_path)) for key, n in LENGTHS.items()])
-    transfer = DirectTransfer(assembly, asked)
+    transfer = DirectTransfer(assembly, lambda span: True)
     transfer.send(next(steps()))
     assert inbox.take(keys) is None, "one sample is not whole"
-    assembly.settle(keys)
-    found: Any = eventually(lambda: inbox.take(keys))
+    assembly.settle(3, keys)
+    found: Any = eventually(lambda: inbox.take(keys, 3))
     assert [found[key][0][0].error for key in keys] == [None, None, "only rows [0, 2) of 12 were computed"]
     inbox.expect_end()
     assembly.close()
@@ -159,10 +161,12 @@ def test_a_receipt_that_never_comes_is_not_waited_for_once_settled() -> None:
     inbox = Inbox(2)
     first, second = Outbox(inbox.address, 0), Outbox(inbox.address, 1)
     inbox.accept()
-    first.settled("k")
+    first.settled(3)
+    second.settled(2)
+    assert inbox.take(["k"], 3) is None
+    second.settled(3)
     assert inbox.take(["k"]) is None
-    second.settled("k")
-    assert eventually(lambda: inbox.take(["k"])) == {"k": []}
+    assert eventually(lambda: inbox.take(["k"], 3)) == {"k": []}
     inbox.expect_end()
     first.close()
     second.close()

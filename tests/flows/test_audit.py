@@ -118,7 +118,7 @@ def test_a_chunk_s_table_is_small_and_has_a_total(clean: tuple[Path, Summary], p
         assert rows[0]["sample"].startswith("total ")
         assert set(rows[1]) == {
             *("sample", "source", "expected", "shape", "dtype", "RMS"),
-            *("finite", "TP agreement", "proof", "action"),
+            *("finite", "TP agreement", "reused", "proof", "action"),
         }
         assert rows[1]["shape"] == rows[1]["expected"]
     assert sum(int(json.loads(table.data)[0]["sample"].split()[1]) for table in tables) == clean[1].extracted

@@ -16,6 +16,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -24,17 +25,25 @@ import tasks.store
 from tasks.store import SourceRecord, Store
 from tasks.store.backend import open_backend
 from tasks.store.integrity import checked_files, load_record
-from tasks.store.layout import RECORD, sample_path
-from tasks.store.maintenance import verify
-from tests.store.samples import Made, identity, make, stage
+from tasks.store.layout import RECORD, StateSpec, sample_path
+from tasks.store.maintenance import stats, verify
+from tests.store.samples import OWN, Made, identity, make, stage
 
 IDENTITY = identity(hidden_size=256)
-SAMPLES = 48
+SPEC = StateSpec.of(IDENTITY)
+SAMPLES = 40
+FAMILIES, MEMBERS = 2, 6
 CHUNK = 4
 
 
 def samples() -> list[Made]:
-    return [make(IDENTITY, 40 + 11 * i, seed=i) for i in range(SAMPLES)]
+    """Samples of all lengths, and between them families that share chunks: in a local store, links to one file."""
+    alone = [make(IDENTITY, 40 + 11 * i, seed=i) for i in range(SAMPLES)]
+    shared = SPEC.chunk_tokens + 30
+    related = [
+        make(IDENTITY, shared + OWN, seed=100 + i, family=family) for i in range(MEMBERS) for family in range(FAMILIES)
+    ]
+    return [sample for pair in zip_longest(alone, related) for sample in pair if sample is not None]
 
 
 def victim(url: str, log: Path) -> None:
@@ -137,6 +146,8 @@ def play(url: str, rounds: int, seed: int = 0, longest_s: float = 0.6) -> Outcom
             outcome.lost.extend(expected.keys() - committed)
             reader = tasks.store.open(place)
             outcome.lost.extend(f"of {key}" for key in expected if f"of {key}" not in reader.source_ids)
+            if "://" not in place and stats(place).disk_bytes >= stats(place).stored_bytes:
+                outcome.wrong.append(f"no sample of {place} shares a chunk with another")
             checked = verify(place)
             outcome.wrong.extend([*checked.damaged, *checked.store_problems, *checked.unrecorded])
             outcome.leftovers.extend([*checked.leftovers, *open_backend(place).names(".layertap/staging")])

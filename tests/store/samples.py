@@ -11,6 +11,8 @@ from tasks.store.stage import stage_states
 from tasks.vocabulary import Identity
 
 HIDDEN = 32
+OWN = 40
+"""Tokens by which a sample differs from others of its family."""
 
 
 def identity(**changes: object) -> Identity:
@@ -35,10 +37,20 @@ class Made:
     input_ids: npt.NDArray[np.int32]
     loss_mask: npt.NDArray[np.bool_]
     states: npt.NDArray[np.generic]
+    shared: int = 0
+    """Tokens with which others begin, too."""
 
 
-def make(of: Identity, num_tokens: int, seed: int = 0) -> Made:
-    """A sample whose states look like a residual stream: heavy-tailed, in bfloat16 where the identity says so."""
+def make(of: Identity, num_tokens: int, seed: int = 0, family: int | None = None) -> Made:
+    """A sample whose states look like a residual stream: heavy-tailed, in bfloat16 where the identity says so.
+
+    Those of one family begin alike, with all tokens but the last 40.
+    """
+    if family is not None:
+        shared, own = make(of, num_tokens - OWN, family), make(of, OWN, seed)
+        ids = np.concatenate([shared.input_ids, own.input_ids])
+        states = np.concatenate([shared.states, own.states], axis=1)
+        return Made(of.key(ids), ids, np.concatenate([shared.loss_mask, own.loss_mask]), states, num_tokens - OWN)
     random = np.random.default_rng([num_tokens, seed])
     ids = random.integers(0, 50_000, num_tokens, dtype=np.int32)
     values = random.standard_t(3, (len(of.depths), num_tokens, of.hidden_size)).astype("<f4")
@@ -47,7 +59,8 @@ def make(of: Identity, num_tokens: int, seed: int = 0) -> Made:
 
 
 def stage(store: Store, sample: Made, sources: Sequence[str] = ()) -> StagedSample:
-    objects = stage_states(store.staging(), sample.key, store.spec, sample.states, sample.input_ids)
+    spec = store.stage_spec() | {"shared": sample.shared}
+    objects = stage_states(store.staging(), sample.key, spec, sample.states, sample.input_ids)
     return StagedSample(sample.key, len(sample.input_ids), objects, sample.loss_mask, 7, tuple(sources))
 
 

@@ -1,0 +1,150 @@
+"""Rows of shared prefixes, held in host memory for samples whose engine takes the prefix from its KV cache.
+
+The engine does not compute a token's row again whose keys and values it still has, so no step shows it. It is here:
+with all that the device said of it when it was computed, so that every check of a sample covers its reused rows too.
+
+All ranks hold the same blocks and let go of the same ones, whether or not they hold the states themselves; what one
+rank finds, all find.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+class Rows(Protocol):
+    """A sample's rows, as :class:`tasks.extract.assemble.Sample` has them."""
+
+    key: str
+    states_LTH: torch.Tensor | None
+    digests_TL: npt.NDArray[np.int64]
+    squares_TL: npt.NDArray[np.float64]
+    nonfinite_TL: npt.NDArray[np.int32]
+    zero_TL: npt.NDArray[np.bool_]
+    unlike_TL: npt.NDArray[np.bool_]
+    input_ids_T: npt.NDArray[np.int32]
+
+
+class Reused(NamedTuple):
+    """Rows [start, stop) that were computed for the sample with the key ``source``."""
+
+    start: int
+    stop: int
+    source: str
+
+
+class _Held(NamedTuple):
+    slot: int
+    source: str
+
+
+class PrefixRows:
+    """Blocks of rows by the name of the prefix that ends with them; the least recently used go first."""
+
+    def __init__(
+        self,
+        *,
+        block: int,
+        num_depths: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        limit_bytes: int,
+        holds_states: bool,
+    ) -> None:
+        """Make room; memory is taken up only as it is filled.
+
+        Args:
+            block: rows of a block, as many as in a block of the engine's KV cache.
+            num_depths: L
+            hidden_size: H
+            dtype: of the states.
+            limit_bytes: bound on the blocks with their states, whether or not this rank holds those.
+            holds_states: whether it does.
+        """
+        self.block = block
+        self.holds_states = holds_states
+        by_row: dict[str, tuple[tuple[int, ...], npt.DTypeLike]] = {
+            "digests_TL": ((num_depths,), np.int64),
+            "squares_TL": ((num_depths,), np.float64),
+            "nonfinite_TL": ((num_depths,), np.int32),
+            "zero_TL": ((num_depths,), np.bool_),
+            "unlike_TL": ((num_depths,), np.bool_),
+            "input_ids_T": ((), np.int32),
+        }
+        row_bytes = num_depths * hidden_size * dtype.itemsize
+        row_bytes += sum(int(np.prod(shape)) * np.dtype(kind).itemsize for shape, kind in by_row.values())
+        self.slots = limit_bytes // (block * row_bytes)
+        self._kept: dict[str, npt.NDArray[Any]] = {
+            name: np.empty((self.slots, block, *shape), kind) for name, (shape, kind) in by_row.items()
+        }
+        held = self.slots if holds_states else 0
+        self._states_SLBH = torch.empty(held, num_depths, block, hidden_size, dtype=dtype)
+        self._held: OrderedDict[bytes, _Held] = OrderedDict()
+        self._free = list(range(self.slots))
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._held
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def hold(self, name: bytes, sample: Rows, start: int) -> None:
+        """Copy a block of a sample's rows from ``start`` on; one that is held already stays as it is."""
+        if name in self._held:
+            self._held.move_to_end(name)
+            return
+        if not self.slots:
+            return
+        slot = self._free.pop() if self._free else self._held.popitem(last=False)[1].slot
+        rows = slice(start, start + self.block)
+        for array, kept in self._kept.items():
+            kept[slot] = getattr(sample, array)[rows]
+        if self.holds_states:
+            assert sample.states_LTH is not None
+            self._states_SLBH[slot] = sample.states_LTH[:, rows]
+        self._held[name] = _Held(slot, sample.key)
+
+    def fill(self, sample: Rows, names: Sequence[bytes], start: int, stop: int) -> list[Reused] | None:
+        """Copy rows [start, stop) into a sample.
+
+        Args:
+            sample: states are copied as far as it keeps them.
+            names: of the sample's blocks, from its beginning.
+            start: first row.
+            stop: behind the last row.
+
+        Returns:
+            Where they are from; None if some are no longer held, and none is copied then.
+        """
+        blocks = range(start // self.block, -(-stop // self.block))
+        if blocks.stop > len(names) or any(names[block] not in self._held for block in blocks):
+            return None
+        found: list[Reused] = []
+        for block in blocks:
+            slot, source = self._held[names[block]]
+            first, last = max(start, block * self.block), min(stop, (block + 1) * self.block)
+            inside = slice(first - block * self.block, last - block * self.block)
+            for array, kept in self._kept.items():
+                getattr(sample, array)[first:last] = kept[slot][inside]
+            if self.holds_states and sample.states_LTH is not None:
+                kept_LTH = sample.states_LTH[:, first:last]
+                kept_LTH[:] = self._states_SLBH[slot, :, inside][:, : kept_LTH.shape[1]]
+            if found and found[-1].source == source:
+                first = found.pop().start
+            found.append(Reused(first, last, source))
+        return found
+
+    def touch(self, names: Iterable[bytes]) -> None:
+        """Note that a prefix was used. Its end goes before its beginning, which more samples share."""
+        for name in reversed(list(names)):
+            if name in self._held:
+                self._held.move_to_end(name)
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        self._free = list(range(self.slots))
+        self._held.clear()

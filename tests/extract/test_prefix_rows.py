@@ -1,0 +1,241 @@
+"""Rows taken from other samples: whatever is shared, held, let go of or preempted, a sample is right or not there."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tasks.digest import row_digests, sample_digest
+from tasks.extract.assemble import Assembler, Sample, summarize
+from tasks.extract.memory import HostMemory
+from tasks.extract.prefix_rows import PrefixRows
+from tasks.prefixes import prefix_names
+
+L, H, BLOCK = 2, 4, 4
+HERE = Path()
+SLOT_BYTES = BLOCK * (L * (H * 4 + 8 + 8 + 4 + 1 + 1) + 4)
+
+
+def states_of(ids: Sequence[int]) -> torch.Tensor:
+    """[L, T, H]: rows that depend on their token and on all before it, as a causal model's do."""
+    seen = torch.tensor([hash(tuple(ids[: i + 1])) % 1000 for i in range(len(ids))], dtype=torch.float32)
+    return seen[None, :, None] + torch.arange(L * H, dtype=torch.float32).view(L, 1, H) / 8 + 1
+
+
+class Rank:
+    """An assembler with held prefixes, fed as by an engine."""
+
+    def __init__(self, slots: int = 1000, keeps: bool = True, holds: bool = True) -> None:
+        self.done: dict[str, Sample] = {}
+        self.lost: dict[str, Sample] = {}
+        self.given_back = 0
+        self.prefixes = PrefixRows(
+            block=BLOCK,
+            num_depths=L,
+            hidden_size=H,
+            dtype=torch.float32,
+            limit_bytes=slots * SLOT_BYTES,
+            holds_states=holds,
+        )
+        self.to = Assembler(
+            num_depths=L,
+            hidden_size=H,
+            dtype=torch.float32,
+            keeps=lambda key: keeps,
+            on_complete=lambda sample: self.done.update({sample.key: sample}),
+            take=HostMemory(1 << 20).take,
+            give_back=self._count,
+            on_lost=lambda sample: self.lost.update({sample.key: sample}),
+            prefixes=self.prefixes,
+        )
+
+    def _count(self, _buffer: torch.Tensor) -> None:
+        self.given_back += 1
+
+    def expect(self, samples: dict[str, list[int]]) -> None:
+        for key, ids in samples.items():
+            self.to.expect(key, len(ids), HERE, prefix_names(ids, BLOCK), len(ids))
+
+    def step(self, *spans: tuple[str, list[int], int, int]) -> None:
+        """One step with rows [start, stop) of each of several samples."""
+        states = torch.cat([states_of(ids)[:, start:stop] for _, ids, start, stop in spans], dim=1)
+        tokens = torch.tensor([token for _, ids, start, stop in spans for token in ids[start:stop]])
+        summary, place = summarize(tuple(states), tokens), 0
+        for key, _, start, stop in spans:
+            self.to.add(key, start, tuple(states), summary, slice(place, place + stop - start))
+            place += stop - start
+        self.to.settle()
+
+
+def check(sample: Sample, ids: list[int]) -> None:
+    assert sample.states_LTH is not None
+    assert torch.equal(sample.states_LTH, states_of(ids))
+    assert sample.input_ids_T.tolist() == ids
+    expected = [sample_digest(row_digests(rows_TH).numpy()) for rows_TH in states_of(ids)]
+    assert [sample_digest(sample.digests_TL[:, d]) for d in range(L)] == expected
+    assert np.isfinite(sample.squares_TL).all()
+
+
+def test_rows_of_a_prefix_come_from_the_sample_that_computed_them() -> None:
+    a, b = [*range(12)], [*range(8), 50, 51]
+    rank = Rank()
+    rank.expect({"a": a, "b": b})
+    rank.step(("a", a, 0, 12))
+    rank.step(("b", b, 8, 10))
+    check(rank.done["b"], b)
+    assert [tuple(r) for r in rank.done["b"].reused] == [(0, 8, "a")]
+    assert rank.done["a"].reused == []
+
+
+def test_rows_of_the_same_step_count_whatever_its_order() -> None:
+    a, b, c = [*range(12)], [*range(8), 50, 51, 52, 53], [*range(8), 50, 51, 52, 53, 7]
+    rank = Rank()
+    rank.expect({"a": a, "b": b, "c": c})
+    rank.step(("c", c, 12, 13), ("b", b, 8, 12), ("a", a, 0, 12))
+    for key, ids in {"a": a, "b": b, "c": c}.items():
+        check(rank.done[key], ids)
+    assert [tuple(r) for r in rank.done["c"].reused] == [(0, 8, "a"), (8, 12, "b")]
+
+
+def test_a_sample_that_is_wholly_the_prefix_of_another() -> None:
+    whole = [*range(20)]
+    rank = Rank()
+    rank.expect({"long": whole, "short": whole[:16], "odd": whole[:14]})
+    rank.step(("long", whole, 0, 20))
+    rank.step(("short", whole[:16], 12, 16), ("odd", whole[:14], 12, 14))
+    check(rank.done["short"], whole[:16])
+    check(rank.done["odd"], whole[:14])
+
+
+def test_rows_that_are_no_longer_held_make_no_sample() -> None:
+    a, b, other = [*range(12)], [*range(8), 50, 51], [*range(100, 112)]
+    rank = Rank(slots=2)
+    rank.expect({"a": a, "b": b, "other": other})
+    rank.step(("a", a, 0, 12))
+    rank.step(("other", other, 0, 12))
+    rank.step(("b", b, 8, 10))
+    assert "b" not in rank.done
+    assert rank.lost["b"].gaps == [(0, 8)]
+    assert rank.to.forget("b") is None
+    rank.expect({"b": b})  # computed again, whole
+    rank.step(("b", b, 0, 10))
+    check(rank.done["b"], b)
+    assert rank.done["b"].reused == []
+
+
+def test_without_room_nothing_is_held() -> None:
+    a, b = [*range(12)], [*range(8), 50, 51]
+    rank = Rank(slots=0)
+    rank.expect({"a": a, "b": b})
+    rank.step(("a", a, 0, 12))
+    rank.step(("b", b, 8, 10))
+    assert set(rank.done) == {"a"}
+
+
+def test_a_preempted_sample_computes_what_it_had_reused() -> None:
+    a, b = [*range(12)], [*range(8), 50, 51, 52, 53, 54]
+    rank = Rank()
+    rank.expect({"a": a, "b": b})
+    rank.step(("a", a, 0, 12))
+    rank.step(("b", b, 8, 10))
+    rank.step(("b", b, 4, 11))
+    rank.step(("b", b, 11, 13))
+    check(rank.done["b"], b)
+    assert [tuple(r) for r in rank.done["b"].reused] == [(0, 4, "a")]
+
+
+def test_a_preempted_sample_may_come_back_further_on() -> None:
+    """Another sample has computed, meanwhile, what the preempted one had not reached."""
+    a, b = [*range(16)], [*range(12), 50]
+    rank = Rank()
+    rank.expect({"a": a, "b": b})
+    rank.step(("b", b, 0, 3))
+    rank.step(("a", a, 0, 16))
+    rank.step(("b", b, 12, 13))
+    check(rank.done["b"], b)
+    assert [tuple(r) for r in rank.done["b"].reused] == [(3, 12, "a")]
+
+
+def test_a_gap_that_could_not_be_filled_may_be_computed_after_a_preemption() -> None:
+    b = [*range(13)]
+    rank = Rank()
+    rank.expect({"b": b})
+    rank.step(("b", b, 8, 10))
+    rank.step(("b", b, 0, 13))
+    check(rank.done["b"], b)
+
+
+def test_a_rank_that_keeps_no_states_reuses_what_it_knows_of_them() -> None:
+    a, b = [*range(12)], [*range(8), 50, 51]
+    first, second = Rank(), Rank(keeps=False, holds=False)
+    for rank in (first, second):
+        rank.expect({"a": a, "b": b})
+        rank.step(("a", a, 0, 12))
+        rank.step(("b", b, 8, 10))
+    assert second.done["b"].states_LTH is None
+    assert np.array_equal(first.done["b"].digests_TL, second.done["b"].digests_TL)
+    assert first.done["b"].reused == second.done["b"].reused
+
+
+def test_a_rank_holds_the_prefix_of_a_sample_that_another_keeps() -> None:
+    a, b = [*range(12)], [*range(8), 50, 51]
+    rank = Rank()
+    keeps = {"a": False, "b": True}
+    rank.to.keeps = keeps.__getitem__
+    rank.expect({"a": a, "b": b})
+    rank.step(("a", a, 0, 12))
+    rank.step(("b", b, 8, 10))
+    assert rank.done["a"].states_LTH is None
+    assert rank.given_back == 1
+    check(rank.done["b"], b)
+
+
+def test_the_beginning_of_a_prefix_outlives_its_end() -> None:
+    a = [*range(12)]
+    rank = Rank(slots=3)
+    rank.expect({"a": a, "other": [*range(100, 104)]})
+    rank.step(("a", a, 0, 12))
+    rank.step(("other", [*range(100, 104)], 0, 4))
+    names = prefix_names(a, BLOCK)
+    assert [name in rank.prefixes for name in names] == [True, True, False]
+
+
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14)  # few tokens: many shared prefixes
+
+
+@given(st.lists(TOKENS, min_size=1, max_size=8, unique_by=tuple), st.integers(0, 12), st.data())
+def test_every_sample_is_right_or_not_there(samples: list[list[int]], slots: int, data: st.DataObject) -> None:
+    """An engine that takes from its cache what it has computed before, up to where it likes, in pieces, with
+    preemptions; two ranks, of which one keeps no states, find the same."""
+    ranks = [Rank(slots), Rank(slots, keeps=False, holds=False)]
+    named = {f"{i}": ids for i, ids in enumerate(samples)}
+    computed: set[bytes] = set()
+    for rank in ranks:
+        rank.expect(named)
+    for key, ids in named.items():
+        names = prefix_names(ids, BLOCK)
+        while True:
+            hit = next((i for i, name in enumerate(names) if name not in computed), len(names))
+            start = BLOCK * min(hit, (len(ids) - 1) // BLOCK, data.draw(st.integers(0, 4)))
+            preempted = False
+            while start < len(ids) and not preempted:
+                stop = min(len(ids), start + data.draw(st.integers(1, 9)))
+                for rank in ranks:
+                    rank.step((key, ids, start, stop))
+                computed.update(names[: stop // BLOCK])
+                start = stop
+                preempted = start < len(ids) and data.draw(st.booleans())
+            if not preempted:
+                break
+        assert (key in ranks[0].done) == (key in ranks[1].done), "one rank finds what the other does"
+        if key in ranks[0].done:
+            check(ranks[0].done[key], ids)
+            assert np.array_equal(ranks[0].done[key].digests_TL, ranks[1].done[key].digests_TL)
+        else:
+            left = [rank.lost.get(key) for rank in ranks]
+            assert all(sample is not None and sample.gaps for sample in left)
+    if slots >= 4 * len(samples):
+        assert set(ranks[0].done) == set(named), "nothing is let go of while there is room"
