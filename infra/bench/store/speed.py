@@ -10,7 +10,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,50 +27,73 @@ from tasks.store.dataset import Batch, LengthBucketedBatches, SampleDataset, col
 from tasks.store.layout import chunk_tokens
 from tasks.store.stage import stage_states
 
-SAMPLES, T, H = 8, 512, 7168
+CHUNKS, SAMPLES, T, H = 4, 8, 512, 7168
 CHUNK_TOKENS = chunk_tokens(H)
 
 
 def write(place: Path, rounds: int, threads: int) -> None:
+    """Chunks of samples, each committed beside the staging of the next as a run does, and the last one waited for."""
     identity = bench_identity(H)
     samples = [heavy_tailed(4, T, H, seed) for seed in range(4)] * (SAMPLES // 4)
-    ids = [np.random.default_rng(i).integers(0, 1000, T, dtype=np.int32) for i in range(SAMPLES)]
-    with ThreadPoolExecutor(threads) as pool:
+    ids = [np.random.default_rng(i).integers(0, 1000, T, dtype=np.int32) for i in range(CHUNKS * SAMPLES)]
+    with ThreadPoolExecutor(threads) as pool, ThreadPoolExecutor(1) as committer:
 
-        def encode(states: np.ndarray) -> None:
-            for plane in states:
+        def encode(i: int) -> Iterator[bytes]:
+            for plane in samples[i % SAMPLES]:
                 for start in range(0, T, CHUNK_TOKENS):
-                    chunk = plane[start : start + CHUNK_TOKENS]
-                    google_crc32c.value(blosc.compress(chunk, b"zstd", 1, blosc.SHUFFLE, 1 << 20, 2))
+                    payload = blosc.compress(plane[start : start + CHUNK_TOKENS], b"zstd", 1, blosc.SHUFFLE, 1 << 20, 2)
+                    google_crc32c.value(payload)
+                    yield payload
+
+        def encode_only(i: int) -> None:
+            for _ in encode(i):
+                pass
 
         def bare() -> None:
-            list(pool.map(encode, samples))
+            list(pool.map(encode_only, range(CHUNKS * SAMPLES)))
 
         def store() -> None:
             url = Path(tempfile.mkdtemp(dir=place))
+            removed.append(url)
             with Store.open(url, identity) as opened:
 
                 def stage(i: int) -> StagedSample:
                     key = identity.key(ids[i])
-                    objects = stage_states(opened.staging(), key, opened.spec, samples[i], ids[i])
+                    objects = stage_states(opened.staging(), key, opened.spec, samples[i % SAMPLES], ids[i])
                     return StagedSample(key, T, objects, np.ones(T, dtype=bool))
 
-                opened.commit(list(pool.map(stage, range(SAMPLES))))
-                opened.record()
+                def commit(staged: list[StagedSample]) -> None:
+                    opened.commit(staged)
+                    opened.record()
+
+                commits = [
+                    committer.submit(commit, list(pool.map(stage, range(first, first + SAMPLES))))
+                    for first in range(0, CHUNKS * SAMPLES, SAMPLES)
+                ]
+                for each in commits:
+                    each.result()
+
+        def files() -> None:
+            url = Path(tempfile.mkdtemp(dir=place))
             removed.append(url)
+            for number, payload in enumerate(encoded * CHUNKS):
+                (url / str(number)).write_bytes(payload)
+            os.sync()
 
         removed: list[Path] = []
-        bare()
-        seconds = {"bare": [], "store": []}  # type: dict[str, list[float]]
+        encoded = [payload for i in range(SAMPLES) for payload in encode(i)]
+        seconds: dict[str, list[float]] = {"bare": [], "store": [], "files": []}
         for _ in range(rounds):
-            for name, taken in alternate({"bare": bare, "store": store}, 1).items():
+            for name, taken in alternate({"bare": bare, "store": store, "files": files}, 1).items():
                 seconds[name] += taken
-            while removed:
-                shutil.rmtree(removed.pop())
-    raw = SAMPLES * samples[0].nbytes / 1e6
+                while removed:
+                    shutil.rmtree(removed.pop())
+                os.sync()
+    raw = CHUNKS * SAMPLES * samples[0].nbytes / 1e6
     print(
         f"write, {threads} thread(s), [4, {T}, {H}]: store {raw / np.median(seconds['store']):.0f} MB/s, codec bare "
-        f"{raw / np.median(seconds['bare']):.0f} MB/s, ratio {ratio(seconds['bare'], seconds['store']):.2f} (>= 0.80)"
+        f"{raw / np.median(seconds['bare']):.0f} MB/s, ratio {ratio(seconds['bare'], seconds['store']):.2f} (>= 0.80); "
+        f"the place takes the encoded bytes of {raw / np.median(seconds['files']):.0f} MB/s, written and synced"
     )
 
 
