@@ -33,6 +33,9 @@ _SPARE = 4
 # since a trainer that keeps them would keep the states too.
 _BY_VALUE_BYTES = 1 << 18
 _BY_VALUE = {torch.bool, torch.int32, torch.int64}
+# Blocks that the main process leaves mapped while it holds anything, the last ones it got: a block that comes back is
+# then read without a page fault for every 64 KiB, half the cost of copying it elsewhere.
+_MAPPED = 8
 
 
 class _Block:
@@ -81,6 +84,8 @@ class _Block:
 
 _blocks: list[_Block] = []
 _lock = threading.Lock()
+_mapped: dict[int, torch.Tensor] = {}
+_received: set[tuple[int, int]] = set()
 _forks = 0
 
 
@@ -125,6 +130,13 @@ def _reduce(tensor: torch.Tensor) -> tuple[Any, ...]:
 def _receive(
     memory: torch.Tensor, holder: int, offset: int, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]
 ) -> torch.Tensor:
+    address = memory.data_ptr()
+    _received.add((address, holder))
+    # torch maps what is mapped already only once.
+    _mapped.pop(address, None)
+    _mapped[address] = memory
+    for oldest in list(_mapped)[:-_MAPPED]:
+        _mapped.pop(oldest, None)
     block: npt.NDArray[np.uint8] = memory.numpy()
     content = block[offset:]
     _hold(content, block, holder)
@@ -141,6 +153,9 @@ def _let_go(block: npt.NDArray[np.uint8], holder: int, process: int, forks: int)
     if os.getpid() == process:
         # A process that was forked in between has the tensor too, so what is in the block must stay.
         block[holder] = _FREE if forks == _forks else _ABANDONED
+        _received.discard((block.ctypes.data, holder))
+        if not _received:
+            _mapped.clear()
 
 
 def _before_fork() -> None:
@@ -151,6 +166,8 @@ def _before_fork() -> None:
 def _in_child() -> None:
     global _blocks
     _blocks = []
+    _mapped.clear()
+    _received.clear()
 
 
 os.register_at_fork(before=_before_fork, after_in_child=_in_child)

@@ -130,6 +130,7 @@ def test_epochs_with_some_batches_kept(tmp_path: Path, monkeypatch: pytest.Monke
             blocks.append(count)
             if step == epoch % 4:
                 kept.append(batch)
+            assert len(shared_memory._mapped) <= shared_memory._MAPPED
     assert max(blocks) <= len(kept) + 6
     assert len(ids) == 24
     for batch in kept:
@@ -138,6 +139,10 @@ def test_epochs_with_some_batches_kept(tmp_path: Path, monkeypatch: pytest.Monke
             states = batch["hidden_states"][row]
             np.testing.assert_array_equal(states[:, :length].view(torch.uint16), samples[key].states)
             assert not states[:, length:].any()
+    del loader, batch, states
+    assert shared_memory._mapped
+    kept.clear()
+    assert not shared_memory._mapped
 
 
 def test_collate_takes_the_items_as_they_are(tmp_path: Path) -> None:
