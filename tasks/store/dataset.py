@@ -1,5 +1,6 @@
 """A store as a PyTorch data set: map-style, with batches of samples of similar length."""
 
+import operator
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypedDict
@@ -8,6 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Sampler
 
+from tasks.store import shared_memory
 from tasks.store.reader import Reader
 
 
@@ -73,14 +75,53 @@ class SampleDataset(Dataset[Item]):
         return len(self.names)
 
     def __getitem__(self, index: int) -> Item:
-        sample = self.reader.read(self.names[index], self.depths)
-        return Item(
-            hidden_states=sample.hidden_states,
-            input_ids=sample.input_ids,
-            loss_mask=sample.loss_mask,
-            key=sample.key,
-            source_id=sample.source_id,
-        )
+        (item,) = self.__getitems__([index])
+        return item
+
+    def __getitems__(self, indices: Sequence[int]) -> "Rows":
+        """The items of a batch, read into rows of the tensors that :func:`collate` returns."""
+        reader = self.reader
+        depths = reader.identity.depths if self.depths is None else self.depths
+        shape = len(indices), len(depths), int(self.lengths[indices].max()), reader.spec.hidden_size
+        states_BLTH = shared_memory.empty(shape, getattr(torch, reader.spec.dtype))
+        bits_BLTH = states_BLTH.view(torch.uint8).numpy().view(reader.spec.given_dtype)
+        items = []
+        for row, index in enumerate(indices):
+            end = self.lengths[index]
+            if reader.spec.is_fp8:
+                sample = reader.read(self.names[index], self.depths)
+                states_BLTH[row, :, :end] = sample.hidden_states
+            else:
+                sample = reader.read(self.names[index], self.depths, bits_BLTH[row, :, :end])
+            items.append(
+                Item(
+                    hidden_states=states_BLTH[row, :, :end],
+                    input_ids=sample.input_ids,
+                    loss_mask=sample.loss_mask,
+                    key=sample.key,
+                    source_id=sample.source_id,
+                )
+            )
+        return Rows(items, states_BLTH)
+
+
+class Rows(list[Item]):
+    """Items whose states lie in the rows of one tensor; what lies beyond their ends there is not defined."""
+
+    def __init__(self, items: Sequence[Item], states_BLTH: torch.Tensor) -> None:
+        super().__init__(items)
+        self._states_BLTH = states_BLTH
+        self._given = [item["hidden_states"] for item in items]
+
+    def __reduce__(self) -> tuple[type[list[Item]], tuple[list[Item]]]:
+        return list, (list(self),)
+
+    def whole(self) -> torch.Tensor | None:
+        """[B, L, T, H], T the longest; None where the items are no longer those that were read."""
+        states = [item["hidden_states"] for item in self]
+        unchanged = len(states) == len(self._given) and all(map(operator.is_, states, self._given))
+        fits = all(len(item["input_ids"]) == item["hidden_states"].shape[1] for item in self)
+        return self._states_BLTH if unchanged and fits else None
 
 
 class LengthBucketedBatches(Sampler[list[int]]):
@@ -165,16 +206,22 @@ class LengthBucketedBatches(Sampler[list[int]]):
 
 
 def collate(items: Sequence[Item]) -> Batch:
-    """Pad items to the longest; for ``DataLoader(collate_fn=...)``."""
+    """Pad items to the longest; for ``DataLoader(collate_fn=...)``. Does not copy states that are read for it."""
     lengths = torch.tensor([len(item["input_ids"]) for item in items])
     size, longest = len(items), int(lengths.max())
     layers, _, hidden = items[0]["hidden_states"].shape
-    hidden_states_BLTH = items[0]["hidden_states"].new_zeros(size, layers, longest, hidden)
+    whole = items.whole() if isinstance(items, Rows) else None
+    if whole is None:
+        hidden_states_BLTH = shared_memory.empty((size, layers, longest, hidden), items[0]["hidden_states"].dtype)
+    else:
+        hidden_states_BLTH = whole
     input_ids_BT = torch.zeros(size, longest, dtype=torch.int64)
     loss_mask_BT = torch.zeros(size, longest, dtype=torch.bool)
     for row, item in enumerate(items):
         end = len(item["input_ids"])
-        hidden_states_BLTH[row, :, :end] = item["hidden_states"]
+        if whole is None:
+            hidden_states_BLTH[row, :, :end] = item["hidden_states"]
+        hidden_states_BLTH[row, :, end:] = 0
         input_ids_BT[row, :end] = item["input_ids"]
         loss_mask_BT[row, :end] = item["loss_mask"]
     return Batch(

@@ -214,7 +214,9 @@ class Reader:
     def __iter__(self) -> Iterator[StoredSample]:
         return map(self.read, self._keys)
 
-    def read(self, which: int | str, depths: Sequence[int] | None = None) -> StoredSample:
+    def read(
+        self, which: int | str, depths: Sequence[int] | None = None, out: npt.NDArray[Any] | None = None
+    ) -> StoredSample:
         """Read a sample by position, source id or key.
 
         Args:
@@ -222,16 +224,18 @@ class Reader:
                 first source has it. Sources that share a sample differ in their loss masks.
             depths: The depths to return, a subset of the store's in ascending order; all by default. Of samples that
                 are longer than a chunk, only these are read.
+            out: [L, T, H] of the stored type, to read the states into; its rows [H] must be contiguous.
 
         Raises:
             SampleNotFound: no such sample.
             DamagedSample: a file is missing, short or altered.
-            ValueError: the store lacks one of the depths.
+            ValueError: the store lacks one of the depths, or ``out`` does not fit.
         """
         key, source_id, source = self._resolve(which)
         rows = self._rows(depths)
         record = self.record(key)
-        states_LTH, small = self._read_files(record, rows)
+        states_LTH = self._states_array(record, rows, out)
+        small = self._read_files(record, rows, states_LTH)
         input_ids_T = np.frombuffer(small["input_ids/c.0"], dtype="<i4")
         mask_T = np.frombuffer(small["loss_mask/c.0"], dtype=np.int8).astype(np.bool_)
         scales_LT = None
@@ -258,12 +262,16 @@ class Reader:
             SampleNotFound: it is not committed.
             DamagedSample: it is not what was committed.
         """
+        entry = self._entries.get(key)
         try:
-            return load_record(self._files, key, self.identity)
+            record = load_record(self._files, key, self.identity)
         except FileNotFoundError:
-            if key in self._entries:
+            if entry is not None:
                 raise DamagedSample(key, "its zarr.json is missing") from None
             raise SampleNotFound(f"{self.url} has no sample {key}") from None
+        if entry is not None and entry.num_tokens != record.num_tokens:
+            raise DamagedSample(key, f"it has {record.num_tokens} tokens, and {entry.num_tokens} in the manifest")
+        return record
 
     def _resolve(self, which: int | str) -> tuple[str, str | None, Source | None]:
         if not isinstance(which, str):
@@ -291,13 +299,22 @@ class Reader:
         self.check_depths(depths)
         return [self.identity.depths.index(depth) for depth in depths]
 
-    def _read_files(self, record: Record, rows: Sequence[int]) -> tuple[npt.NDArray[Any], dict[str, bytes]]:
-        """The files of a sample that hold these depths, checked: the states, and the small arrays by path."""
+    def _states_array(self, record: Record, rows: Sequence[int], out: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
+        shape = (len(rows), record.num_tokens, self.spec.hidden_size)
+        if out is None:
+            return np.empty(shape, dtype=self.spec.stored_dtype)
+        if out.shape != shape or out.dtype != self.spec.stored_dtype:
+            raise ValueError(
+                f"the states are {list(shape)} {self.spec.stored_dtype}, `out` is {list(out.shape)} {out.dtype}"
+            )
+        return out
+
+    def _read_files(self, record: Record, rows: Sequence[int], states_LTH: npt.NDArray[Any]) -> dict[str, bytes]:
+        """Read the files of a sample that hold these depths, checked: the states, and the small arrays by path."""
         spec, num_tokens = self.spec, record.num_tokens
         is_long = spec.is_long(num_tokens)
         tiles = {t.path: t for t in spec.tiles(num_tokens) if not is_long or t.depths.start in rows}
         others = [path for path in record.objects if not path.startswith("hidden_states/c.")]
-        states_LTH = np.empty((len(rows), num_tokens, spec.hidden_size), dtype=spec.stored_dtype)
         chunk_shape = spec.chunk_shape(num_tokens)
         small: dict[str, bytes] = {}
         for path, data in checked_files(self._files, record, [*others, *tiles]):
@@ -308,7 +325,7 @@ class Reader:
                 continue
             tile = tiles[path]
             target = states_LTH[rows.index(tile.depths.start)][None, tile.tokens] if is_long else states_LTH
-            in_place = target.shape == chunk_shape
+            in_place = target.shape == chunk_shape and target.flags.c_contiguous
             chunk = target if in_place else self._scratch(chunk_shape)
             try:
                 blosc.decompress(content, chunk)
@@ -319,7 +336,7 @@ class Reader:
             elif not in_place:
                 for into, row in enumerate(rows):
                     target[into] = chunk[row]
-        return states_LTH, small
+        return small
 
     def _scratch(self, shape: tuple[int, int, int]) -> npt.NDArray[Any]:
         dtype = self.spec.stored_dtype

@@ -4,69 +4,96 @@
 """
 
 import argparse
+import multiprocessing
+import os
 import shutil
+import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import google_crc32c
 import numpy as np
+import torch
 from numcodecs import blosc
 from torch.utils.data import DataLoader
 
 import tasks.store
 from infra.bench.store.common import alternate, bench_identity, heavy_tailed, print_machine, ratio
 from tasks.store import SourceRecord, StagedSample, Store
-from tasks.store.dataset import SampleDataset
+from tasks.store.dataset import Batch, LengthBucketedBatches, SampleDataset, collate
 from tasks.store.layout import chunk_tokens
 from tasks.store.stage import stage_states
 
-SAMPLES, T, H = 8, 512, 7168
+CHUNKS, SAMPLES, T, H = 4, 8, 512, 7168
 CHUNK_TOKENS = chunk_tokens(H)
 
 
 def write(place: Path, rounds: int, threads: int) -> None:
+    """Chunks of samples, each committed beside the staging of the next as a run does, and the last one waited for."""
     identity = bench_identity(H)
     samples = [heavy_tailed(4, T, H, seed) for seed in range(4)] * (SAMPLES // 4)
-    ids = [np.random.default_rng(i).integers(0, 1000, T, dtype=np.int32) for i in range(SAMPLES)]
-    with ThreadPoolExecutor(threads) as pool:
+    ids = [np.random.default_rng(i).integers(0, 1000, T, dtype=np.int32) for i in range(CHUNKS * SAMPLES)]
+    with ThreadPoolExecutor(threads) as pool, ThreadPoolExecutor(1) as committer:
 
-        def encode(states: np.ndarray) -> None:
-            for plane in states:
+        def encode(i: int) -> Iterator[bytes]:
+            for plane in samples[i % SAMPLES]:
                 for start in range(0, T, CHUNK_TOKENS):
-                    chunk = plane[start : start + CHUNK_TOKENS]
-                    google_crc32c.value(blosc.compress(chunk, b"zstd", 1, blosc.SHUFFLE, 1 << 20, 2))
+                    payload = blosc.compress(plane[start : start + CHUNK_TOKENS], b"zstd", 1, blosc.SHUFFLE, 1 << 20, 2)
+                    google_crc32c.value(payload)
+                    yield payload
+
+        def encode_only(i: int) -> None:
+            for _ in encode(i):
+                pass
 
         def bare() -> None:
-            list(pool.map(encode, samples))
+            list(pool.map(encode_only, range(CHUNKS * SAMPLES)))
 
         def store() -> None:
             url = Path(tempfile.mkdtemp(dir=place))
+            removed.append(url)
             with Store.open(url, identity) as opened:
 
                 def stage(i: int) -> StagedSample:
                     key = identity.key(ids[i])
-                    objects = stage_states(opened.staging(), key, opened.spec, samples[i], ids[i])
+                    objects = stage_states(opened.staging(), key, opened.spec, samples[i % SAMPLES], ids[i])
                     return StagedSample(key, T, objects, np.ones(T, dtype=bool))
 
-                opened.commit(list(pool.map(stage, range(SAMPLES))))
-                opened.record()
+                def commit(staged: list[StagedSample]) -> None:
+                    opened.commit(staged)
+                    opened.record()
+
+                commits = [
+                    committer.submit(commit, list(pool.map(stage, range(first, first + SAMPLES))))
+                    for first in range(0, CHUNKS * SAMPLES, SAMPLES)
+                ]
+                for each in commits:
+                    each.result()
+
+        def files() -> None:
+            url = Path(tempfile.mkdtemp(dir=place))
             removed.append(url)
+            for number, payload in enumerate(encoded * CHUNKS):
+                (url / str(number)).write_bytes(payload)
+            os.sync()
 
         removed: list[Path] = []
-        bare()
-        seconds = {"bare": [], "store": []}  # type: dict[str, list[float]]
+        encoded = [payload for i in range(SAMPLES) for payload in encode(i)]
+        seconds: dict[str, list[float]] = {"bare": [], "store": [], "files": []}
         for _ in range(rounds):
-            for name, taken in alternate({"bare": bare, "store": store}, 1).items():
+            for name, taken in alternate({"bare": bare, "store": store, "files": files}, 1).items():
                 seconds[name] += taken
-            while removed:
-                shutil.rmtree(removed.pop())
-    raw = SAMPLES * samples[0].nbytes / 1e6
+                while removed:
+                    shutil.rmtree(removed.pop())
+                os.sync()
+    raw = CHUNKS * SAMPLES * samples[0].nbytes / 1e6
     print(
         f"write, {threads} thread(s), [4, {T}, {H}]: store {raw / np.median(seconds['store']):.0f} MB/s, codec bare "
-        f"{raw / np.median(seconds['bare']):.0f} MB/s, ratio {ratio(seconds['bare'], seconds['store']):.2f} (>= 0.80)"
+        f"{raw / np.median(seconds['bare']):.0f} MB/s, ratio {ratio(seconds['bare'], seconds['store']):.2f} (>= 0.80); "
+        f"the place takes the encoded bytes of {raw / np.median(seconds['files']):.0f} MB/s, written and synced"
     )
 
 
@@ -139,31 +166,64 @@ def small(place: Path, rounds: int) -> None:
 
 
 def loader(place: Path, rounds: int) -> None:
+    """Batches of two samples, one worker and two in turn, for a consumer that takes them and one that copies them.
+
+    With one worker the main process works beside it; with two on two processors, all three share these. So two take at
+    best 2 W / (W + M) times as much as one, W and M being the processor time of workers and main process. A copy is
+    what a trainer's main process does with a batch: to pinned memory or to the device.
+    """
     url = Path(tempfile.mkdtemp(dir=place))
     fill(url, 24)
     data = SampleDataset(url)
-
-    def with_workers(workers: int) -> Callable[[], None]:
-        made = DataLoader(
-            data, batch_size=None, num_workers=workers, persistent_workers=True, multiprocessing_context="forkserver"
+    torch.set_num_threads(1)
+    copied = torch.empty(2, 4, T, H, dtype=torch.bfloat16)
+    loaders = {
+        workers: DataLoader(
+            data,
+            batch_sampler=LengthBucketedBatches(data.lengths, 2 * T),
+            collate_fn=collate,
+            num_workers=workers,
+            persistent_workers=True,
+            multiprocessing_context="forkserver",
         )
-
-        def epoch() -> None:
-            for _ in made:
-                pass
-
-        epoch()
-        return epoch
-
-    seconds = alternate({"one": with_workers(1), "two": with_workers(2)}, rounds)
-    raw = 24 * 4 * T * H * 2 / 1e6
-    print(
-        f"DataLoader: {raw / np.median(seconds['one']):.0f} MB/s with one worker, "
-        f"{raw / np.median(seconds['two']):.0f} with two, ratio {ratio(seconds['one'], seconds['two']):.2f} (>= 1.60)"
-    )
+        for workers in (1, 2)
+    }
+    consumers: dict[str, Callable[[Batch], object]] = {
+        "takes": lambda batch: batch["hidden_states"].shape,
+        "copies": lambda batch: copied.copy_(batch["hidden_states"]),
+    }
+    for verb, consume in consumers.items():
+        seconds: dict[int, list[float]] = {1: [], 2: []}
+        busy: dict[int, list[tuple[float, float]]] = {1: [], 2: []}
+        for turn in range(rounds + 1):
+            for workers, made in loaders.items():
+                start, main, children = time.perf_counter(), time.process_time(), _busy_children()
+                for batch in made:
+                    consume(batch)
+                if turn:  # the first turn starts the workers
+                    seconds[workers].append(time.perf_counter() - start)
+                    busy[workers].append((_busy_children() - children, time.process_time() - main))
+        of_workers, of_main = (statistics.median(times) for times in zip(*busy[2], strict=True))
+        raw = 24 * 4 * T * H * 2 / 1e6
+        print(
+            f"DataLoader, batches [2, 4, {T}, {H}], the main process {verb} them: "
+            f"{raw / np.median(seconds[1]):.0f} MB/s with one worker, {raw / np.median(seconds[2]):.0f} with two, "
+            f"ratio {ratio(seconds[1], seconds[2]):.2f} (>= 1.60 where it takes them); processor time a sample "
+            f"{1e3 * of_workers / 24:.1f} ms in workers, {1e3 * of_main / 24:.1f} ms in the main process, which allows "
+            f"{2 * of_workers / (of_workers + of_main):.2f} on two processors"
+        )
     spin = alternate({"one": _spin(1), "two": _spin(2)}, rounds)
     print(f"  two threads of bare decoding do {2 * ratio(spin['one'], spin['two']):.2f} times the work of one here")
     shutil.rmtree(url)
+
+
+def _busy_children() -> float:
+    """Seconds of processor time that this process's children have taken, on Linux."""
+    ticks = 0
+    for child in multiprocessing.active_children():
+        fields = Path(f"/proc/{child.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _spin(threads: int) -> Callable[[], None]:
