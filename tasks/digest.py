@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 _SEED = 0x1A7E27A9
-_ROWS_AT_ONCE = 64  # bounds the intermediate to what a CPU's cache holds
+_ROWS_AT_ONCE = 128  # bounds the intermediate to what a CPU's cache holds
 
 
 @lru_cache(maxsize=8)
@@ -29,7 +29,7 @@ def column_weights(columns: int, device: torch.device) -> torch.Tensor:
 
 
 def row_digests(rows_NH: torch.Tensor) -> torch.Tensor:
-    """Digest each row's bits, on the device that holds them.
+    """Digest each row's bits in host memory; :mod:`tasks.extract.row_kernel` does the same on a GPU.
 
     Args:
         rows_NH: bfloat16 or float32 [N, H], or its bits as an integer tensor of the same width.
@@ -38,19 +38,18 @@ def row_digests(rows_NH: torch.Tensor) -> torch.Tensor:
         int64 [N], the first hash in the upper half and the second in the lower
     """
     bits_NH = rows_NH.view(torch.int16)  # [N, 2H] for float32, the lower half of each element first
-    first_H, second_H = column_weights(bits_NH.shape[1], bits_NH.device)
+    weights_2H = column_weights(bits_NH.shape[1], bits_NH.device)
     num_rows = bits_NH.shape[0]
-    halves_2N = torch.empty(2, num_rows, dtype=torch.int32, device=bits_NH.device)
-    # Written over and over: memory fresh from the system costs more than the arithmetic.
+    halves_2N = torch.empty(2, num_rows, dtype=torch.int32)
     step = min(_ROWS_AT_ONCE, num_rows)
-    wide, product = torch.empty(2, step, bits_NH.shape[1], dtype=torch.int32, device=bits_NH.device)
+    # Written over and over: memory fresh from the system costs more than the arithmetic. And few, long calls: each
+    # hands over the interpreter's lock, for which a dozen writer threads would wait longer than they compute.
+    wide = torch.empty(step, bits_NH.shape[1], dtype=torch.int32)
     for start in range(0, num_rows, step):
         block = slice(start, min(start + step, num_rows))
         size = block.stop - start
         wide[:size].copy_(bits_NH[block])
-        for half_N, weights_H in zip(halves_2N, (first_H, second_H), strict=True):
-            torch.mul(wide[:size], weights_H, out=product[:size])
-            torch.sum(product[:size], dim=1, dtype=torch.int32, out=half_N[block])
+        torch.mm(weights_2H, wide[:size].T, out=halves_2N[:, block])  # modulo 2^32, as int32 wraps
     return pack(halves_2N[0], halves_2N[1])
 
 
