@@ -162,12 +162,8 @@ def run_all(args: argparse.Namespace, scale: Scale) -> int:
     write_checkpoints(directory, scale)
     at_once = args.at_once or max(1, (os.cpu_count() or 1) // 4)
     command = [sys.executable, "-m", "infra.bench.gpu_checks", "--directory", str(directory)]
-    command += [
-        "--parts",
-        *args.parts,
-        *(["--cpu"] if args.cpu else []),
-        *(["--long", str(args.long)] * bool(args.long)),
-    ]
+    command += ["--parts", *args.parts, *(["--cpu"] if args.cpu else [])]
+    command += ["--long", str(args.long)] if args.long else []
 
     def start(number: int, name: str, *more: str, devices: str, runner: str = "v1") -> tuple[str, int]:
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": devices, "HF_HUB_OFFLINE": "1"}
@@ -233,10 +229,8 @@ def table(found: list[dict[str, Any]]) -> str:
     by_name: dict[str, dict[str, str]] = {}
     for f in found:
         by_name.setdefault(f["configuration"], {})[f["check"]] = "yes" if f["holds"] else "NO"
-    rows = [
-        ["configuration", *checks],
-        *([name, *(held.get(c, "-") for c in checks)] for name, held in by_name.items()),
-    ]
+    rows = [["configuration", *checks]]
+    rows += [[name, *(held.get(check, "-") for check in checks)] for name, held in by_name.items()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
@@ -569,7 +563,8 @@ class Configuration:
 
 def _relative(a_LTH: torch.Tensor, b_LTH: torch.Tensor) -> npt.NDArray[np.float32]:
     """Relative error of each row, in the Euclidean norm."""
-    return ((a_LTH - b_LTH).norm(dim=-1) / b_LTH.norm(dim=-1)).numpy()
+    errors: npt.NDArray[np.float32] = ((a_LTH - b_LTH).norm(dim=-1) / b_LTH.norm(dim=-1)).numpy()
+    return errors
 
 
 if __name__ == "__main__":

@@ -122,8 +122,8 @@ def check_gpus(checkpoint: Checkpoint, engine: Engine, capability: tuple[int, in
         )
     if is_mla and engine.kv_cache_dtype.startswith("fp8"):
         warnings.append(
-            f"engine.kv_cache_dtype {engine.kv_cache_dtype}: an fp8 KV cache changes the states, and was reported to give "
-            "garbled text with a model like this one; prefill needs little KV cache, so `auto` costs nothing"
+            f"engine.kv_cache_dtype {engine.kv_cache_dtype}: an fp8 KV cache changes the states, and was reported to "
+            "give garbled text with a model like this one; prefill needs little KV cache, so `auto` costs nothing"
         )
     moe = str(engine.extra.get("moe_backend") or _inner(engine, "kernel_config", "moe_backend")).lower()
     if capability[0] == SM120 and is_packed and text.get("n_routed_experts") and moe != "marlin":
@@ -134,8 +134,8 @@ def check_gpus(checkpoint: Checkpoint, engine: Engine, capability: tuple[int, in
         )
     if engine.extra.get("enable_expert_parallel") and not nvlink:
         warnings.append(
-            "engine.extra.enable_expert_parallel on GPUs without NVLink: over PCIe it was reported to be 10 to 20 times "
-            "slower than tensor parallelism alone; remove it"
+            "engine.extra.enable_expert_parallel on GPUs without NVLink: over PCIe it was reported to be 10 to 20 "
+            "times slower than tensor parallelism alone; remove it"
         )
     return warnings
 

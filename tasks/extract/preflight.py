@@ -28,7 +28,7 @@ STEP_TOKENS = (16_384, 8_192, 4_096, 2_048)
 CPU_STEP_TOKENS = 8_192
 STEP_BYTES = GIB
 """Captured states of a step may take so much: they are cloned on the GPU, and once per slot held on the host."""
-STEP_SHARE = 16
+STEP_SHARE = 32
 """... and at most the GPU's memory over this."""
 RING_SLOTS = 3
 """One step is copied, one is assembled, and one is free for the engine."""
@@ -95,7 +95,7 @@ def look(num_gpus: int) -> Machine:
         raise StartupError(f"the capture runs on CUDA GPUs and on CPUs, not on {current_platform.device_name}")
     from vllm.utils.import_utils import import_pynvml
 
-    nvml = import_pynvml()  # type: ignore[no-untyped-call]
+    nvml = import_pynvml()
     nvml.nvmlInit()
     try:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -255,7 +255,7 @@ def fitted(checkpoint: Checkpoint, depths: Sequence[int], dtype: DType, engine: 
     if engine.max_num_batched_tokens is None:
         changes["max_num_batched_tokens"] = _step_tokens(per_token, engine, machine)
     if engine.ring_slots is None:
-        tokens = changes.get("max_num_batched_tokens", engine.max_num_batched_tokens)
+        tokens = engine.max_num_batched_tokens or changes["max_num_batched_tokens"]
         ring = tokens * per_token * (1 if changes["writing_ranks"] == "first" else engine.tensor_parallel_size)
         changes["ring_slots"] = RING_SLOTS if RING_SLOTS * ring <= machine.host_free // RING_SHARE else RING_SLOTS - 1
     engine = engine.model_copy(update=changes)
@@ -288,9 +288,9 @@ def _step_need(checkpoint: Checkpoint, per_token: int, dtype: DType, engine: Eng
     ranks = engine.tensor_parallel_size
     return {
         "activations of a step": tokens * activation_bytes(checkpoint, dtype, ranks),
-        # What the model hands out, and one clone for each step on its way to the host; of samples that are dealt
-        # over the ranks, a rank may have to keep a whole step.
-        "captured states": tokens * per_token * (1 + slots),
+        "captured states": tokens * per_token,
+        # Where samples are dealt over the ranks, one rank may have to keep all of a step.
+        "clones on their way to the host": tokens * per_token * slots,
     }
 
 
@@ -300,9 +300,10 @@ def _check_gpus(checkpoint: Checkpoint, per_token: int, dtype: DType, engine: En
     asked = None if engine.kv_cache_gib is None else int(engine.kv_cache_gib * GIB)
     if not machine.on_cpu and asked is not None and asked < longest:
         raise StartupError(
-            f"engine.kv_cache_gib {engine.kv_cache_gib} does not hold one sample of {engine.max_model_len} tokens, which "
-            f"takes {longest / GIB:.2f} GiB; raise it or lower engine.max_model_len"
+            f"engine.kv_cache_gib {engine.kv_cache_gib} does not hold one sample of {engine.max_model_len} tokens, "
+            f"which takes {longest / GIB:.2f} GiB; raise it or lower engine.max_model_len"
         )
+    utilization = f"engine.gpu_memory_utilization {engine.gpu_memory_utilization}"
     need = Need(
         {"weights": weights, "KV cache": longest if asked is None else asked, "CUDA and NCCL": CONTEXT_BYTES}
         | _step_need(checkpoint, per_token, dtype, engine)
@@ -313,36 +314,35 @@ def _check_gpus(checkpoint: Checkpoint, per_token: int, dtype: DType, engine: En
                 f"GPU {index} has {gpu.free / GIB:.1f} of {gpu.total / GIB:.1f} GiB free, but the engine needs about "
                 f"{need.total / GIB:.1f} on each: {need}. {_advice(need, engine)}"
             )
-        # Within its share of the memory vLLM puts weights, activations and KV cache; the clones come on top.
-        share = int(gpu.total * engine.gpu_memory_utilization)
-        inside = need.total - need.parts["captured states"] - (need.parts["KV cache"] if asked is not None else 0)
-        if asked is None and inside > share:
-            raise StartupError(
-                f"engine.gpu_memory_utilization {engine.gpu_memory_utilization} gives the engine {share / GIB:.1f} GiB of "
-                f"GPU {index}, but it needs about {inside / GIB:.1f}: {need}. Raise it, or: {_advice(need, engine)}"
-            )
+        # Within its share of the memory vLLM puts weights, a step's activations with what the model hands out, and the
+        # KV cache, which is as large as it can be unless its size is given; clones come on top of the share.
+        share, clones = int(gpu.total * engine.gpu_memory_utilization), need.parts["clones on their way to the host"]
+        free, total = f"{gpu.free / GIB:.1f}", f"{gpu.total / GIB:.1f}"
         if share > gpu.free:
             raise StartupError(
-                f"engine.gpu_memory_utilization {engine.gpu_memory_utilization} asks for {share / GIB:.1f} GiB of GPU "
-                f"{index}, which has {gpu.free / GIB:.1f} free of {gpu.total / GIB:.1f}; end what else runs there, or "
-                f"lower it to {gpu.free / gpu.total:.2f} or less"
+                f"{utilization} asks for {share / GIB:.1f} GiB of GPU {index}, which has {free} free of {total}; end what "
+                f"else runs there, or lower it to {gpu.free / gpu.total:.2f} or less"
             )
-        clones = need.parts["captured states"]
-        if asked is None and share + clones > gpu.free:
-            fit = max(0.0, (gpu.free - clones) / gpu.total)
+        if asked is None and need.total - clones > share:
             raise StartupError(
-                f"engine.gpu_memory_utilization {engine.gpu_memory_utilization} leaves {(gpu.free - share) / GIB:.1f} GiB "
-                f"of GPU {index} beside vLLM's own, but captured states on their way to the host take "
-                f"{clones / GIB:.1f}; lower it to {fit:.2f}, or lower engine.max_num_batched_tokens"
+                f"{utilization} gives vLLM {share / GIB:.1f} GiB of GPU {index}, but it needs about "
+                f"{(need.total - clones) / GIB:.1f}: {need}. Raise it, or: {_advice(need, engine)}"
+            )
+        if asked is None and share + clones > gpu.free:
+            raise StartupError(
+                f"{utilization} leaves {(gpu.free - share) / GIB:.1f} GiB of GPU {index}, but clones of captured states "
+                f"take {clones / GIB:.1f}; lower it to {max(0.0, (gpu.free - clones) / gpu.total):.2f}, or lower "
+                "engine.max_num_batched_tokens"
             )
 
 
 def _advice(need: Need, engine: Engine) -> str:
-    steps = need.parts["activations of a step"] + need.parts["captured states"]
+    parts = ("activations of a step", "captured states", "clones on their way to the host")
+    steps = sum(need.parts[part] for part in parts)
     if need.parts["weights"] >= max(steps, need.parts["KV cache"]):
         return (
-            f"Most of it is weights: raise engine.tensor_parallel_size (now {engine.tensor_parallel_size}), or end what "
-            "else uses the memory"
+            f"Most of it is weights: raise engine.tensor_parallel_size (now {engine.tensor_parallel_size}), or end "
+            "what else uses the memory"
         )
     if steps >= need.parts["KV cache"]:
         return f"Lower engine.max_num_batched_tokens (now {engine.max_num_batched_tokens})"

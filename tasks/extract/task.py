@@ -79,8 +79,8 @@ class LazyEngine:
             facts["probe"] = str(self.continuation)
             if problem := self.continuation.problem:
                 self.halt(
-                    f"{problem} after a plain sentence ({self.continuation!s:.200}): look at the engine's kernels, dtype "
-                    "and quantization; set audit.probe: false if the model is not trained"
+                    f"{problem} after a plain sentence ({self.continuation!s:.200}): look at the engine's kernels, "
+                    "dtype and quantization; set audit.probe: false if the model is not trained"
                 )
         self._record({"started": facts})
 
