@@ -312,7 +312,7 @@ def _check_gpus(checkpoint: Checkpoint, per_token: int, dtype: DType, engine: En
         if need.total > gpu.free:
             raise StartupError(
                 f"GPU {index} has {gpu.free / GIB:.1f} of {gpu.total / GIB:.1f} GiB free, but the engine needs about "
-                f"{need.total / GIB:.1f} on each: {need}. {_advice(need, engine)}"
+                f"{need.total / GIB:.1f} on each: {need}. {_advice(need, gpu, engine)}"
             )
         # Within its share of the memory vLLM puts weights, a step's activations with what the model hands out, and the
         # KV cache, which is as large as it can be unless its size is given; clones come on top of the share.
@@ -320,31 +320,31 @@ def _check_gpus(checkpoint: Checkpoint, per_token: int, dtype: DType, engine: En
         free, total = f"{gpu.free / GIB:.1f}", f"{gpu.total / GIB:.1f}"
         if share > gpu.free:
             raise StartupError(
-                f"{utilization} asks for {share / GIB:.1f} GiB of GPU {index}, which has {free} free of {total}; end what "
-                f"else runs there, or lower it to {gpu.free / gpu.total:.2f} or less"
+                f"{utilization} asks for {share / GIB:.1f} GiB of GPU {index}, which has {free} free of {total}; end "
+                f"what else runs there, or lower it to {gpu.free / gpu.total:.2f} or less"
             )
         if asked is None and need.total - clones > share:
             raise StartupError(
                 f"{utilization} gives vLLM {share / GIB:.1f} GiB of GPU {index}, but it needs about "
-                f"{(need.total - clones) / GIB:.1f}: {need}. Raise it, or: {_advice(need, engine)}"
+                f"{(need.total - clones) / GIB:.1f}: {need}. Raise it, or: {_advice(need, gpu, engine)}"
             )
         if asked is None and share + clones > gpu.free:
             raise StartupError(
-                f"{utilization} leaves {(gpu.free - share) / GIB:.1f} GiB of GPU {index}, but clones of captured states "
+                f"{utilization} leaves {(gpu.free - share) / GIB:.1f} GiB of GPU {index}, but clones of states "
                 f"take {clones / GIB:.1f}; lower it to {max(0.0, (gpu.free - clones) / gpu.total):.2f}, or lower "
                 "engine.max_num_batched_tokens"
             )
 
 
-def _advice(need: Need, engine: Engine) -> str:
-    parts = ("activations of a step", "captured states", "clones on their way to the host")
-    steps = sum(need.parts[part] for part in parts)
-    if need.parts["weights"] >= max(steps, need.parts["KV cache"]):
+def _advice(need: Need, gpu: Gpu, engine: Engine) -> str:
+    """What to change, of what can be changed the largest."""
+    if need.parts["weights"] + need.parts["CUDA and NCCL"] > 0.9 * gpu.free:
         return (
             f"Most of it is weights: raise engine.tensor_parallel_size (now {engine.tensor_parallel_size}), or end "
             "what else uses the memory"
         )
-    if steps >= need.parts["KV cache"]:
+    parts = ("activations of a step", "captured states", "clones on their way to the host")
+    if sum(need.parts[part] for part in parts) >= need.parts["KV cache"]:
         return f"Lower engine.max_num_batched_tokens (now {engine.max_num_batched_tokens})"
     return f"Lower engine.max_model_len (now {engine.max_model_len}) or engine.kv_cache_gib"
 
@@ -364,14 +364,15 @@ def _check_host(checkpoint: Checkpoint, per_token: int, dtype: DType, engine: En
         parts["processes"] = (1 + ranks) * PROCESS_BYTES
     need = Need(parts)
     if need.total > machine.host_free:
-        largest = max(parts, key=lambda what: parts[what])
-        change = {
+        changes = {
             "captured samples (engine.staging_gib)": "lower engine.staging_gib",
-            "weights": "use a smaller model or a larger machine",
             "KV cache (engine.kv_cache_gib)": "lower engine.kv_cache_gib",
             "rings (engine.ring_slots steps)": "lower engine.ring_slots or engine.max_num_batched_tokens",
-            "processes": "use a machine with more memory",
-        }[largest]
+        }
+        fixed = sum(size for what, size in parts.items() if what not in changes)
+        change = changes[max(changes, key=lambda what: parts.get(what, 0))]
+        if fixed > 0.9 * machine.host_free:
+            change = "use a machine with more memory"
         raise StartupError(
             f"{machine.host_free / GIB:.1f} GiB of host memory are free (with the limits of the container), but the "
             f"engine needs about {need.total / GIB:.1f}: {need}; {change}"
