@@ -52,6 +52,11 @@ class Pausing(CaptureMixin):
         SPENT["s"] = 0.0
         return spent
 
+    def bench_host(self) -> dict[str, int]:
+        """Host memory that this rank holds now, in bytes; memory that its two processes share is in both."""
+        pid = getattr(self._assembly, "pid", None)
+        return {"worker": resident(os.getpid())} | ({} if pid is None else {"writing": resident(pid)})
+
     def bench_report(self) -> dict[str, Any]:
         """Peak memory of this rank in bytes, and the seconds that the engine has waited so far."""
         status = Path("/proc/self/status").read_text().splitlines()
@@ -107,6 +112,13 @@ def scale_up(model: torch.nn.Module) -> None:
                 weight.mul_(20)
             elif name.endswith("norm.weight"):
                 weight.fill_(1)
+
+
+def resident(pid: int) -> int:
+    """Bytes of memory that a process holds, without the files that it has mapped."""
+    status = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
+    fields = dict(line.split(":", 1) for line in status)
+    return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
 
 
 SPENT = {"s": 0.0}

@@ -103,7 +103,8 @@ class Scale:
     """Tokens that one prompt may have in a step, so that several are under way at once."""
     crowd: tuple[int, int]
     """Prompts, and tokens of each, that together exceed the KV cache."""
-    block: int | None
+    block: int
+    """Tokens of a block of the KV cache."""
     median: float
     """Bound on the median relative error of a row."""
     ninetieth: float
@@ -112,11 +113,11 @@ class Scale:
     @property
     def cached(self) -> int:
         """Tokens that the KV cache holds: the longest prompt and little more."""
-        return self.long + 4 * (self.block or 128)
+        return self.long + 4 * self.block
 
 
 GPU = Scale("bfloat16", long=32000, step=8192, piece=1024, crowd=(8, 6000), block=64, median=0.03, ninetieth=0.1)
-CPU = Scale("float32", long=1500, step=512, piece=64, crowd=(6, 400), block=None, median=1e-4, ninetieth=1e-4)
+CPU = Scale("float32", long=1500, step=512, piece=64, crowd=(6, 400), block=16, median=1e-4, ninetieth=1e-4)
 NEIGHBOUR = 0.2
 """What 99 of 100 rows of another depth are away at least, as a relative error."""
 
@@ -395,17 +396,16 @@ class Configuration:
         from tasks.extract.engine import EngineSpec
         from tasks.store.stage import STAGE
 
-        on_cpu = self.scale is not GPU and self.scale.dtype == "float32"
+        on_cpu = self.scale.dtype == CPU.dtype
         worker = "infra.bench.bench_worker." + ("CpuWatching" if on_cpu else "GpuWatching")
         engine_module.WORKERS.update(cpu=worker, gpu=worker)
         extra: dict[str, Any] = {
             # Prompts are taken in though they will not all fit, and grow side by side: some must be preempted.
             "scheduler_reserve_full_isl": False,
             "long_prefill_token_threshold": self.scale.piece,
-            "num_gpu_blocks_override": -(-self.scale.cached // (self.scale.block or 128)),
+            "block_size": self.scale.block,
+            "num_gpu_blocks_override": -(-self.scale.cached // self.scale.block),
         }
-        if self.scale.block is not None:
-            extra["block_size"] = self.scale.block
         engine = Engine(
             tensor_parallel_size=self.size,
             max_model_len=self.scale.long + 16,
