@@ -7,7 +7,7 @@
 The model is Kimi-shaped (hidden 7168, MLA, MoE) with dummy weights, or any checkpoint (``--model``). Extraction means
 all of it: capture, copy, digests on every rank and again on arrival, encoding, checksums, verification, and a durable
 commit; its time ends when the last sample is durable. A round has so many prompts that plain prefill takes
-``--seconds``, since writing the last step's samples is a fixed cost. Each round has a store of its own, which is removed after it.
+``--seconds``, since writing the last step's samples is a fixed cost. Each round has a store of its own.
 
 ``--native`` runs vLLM's own ``extract_hidden_states`` in a second engine on the same prompts; its time ends when the
 last byte of its files is there. ``--minutes`` goes on with rounds of extraction and prints the host memory of every
