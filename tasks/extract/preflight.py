@@ -251,17 +251,25 @@ def fitted(checkpoint: Checkpoint, depths: Sequence[int], dtype: DType, engine: 
         StartupError: they do not fit; says what to change.
     """
     per_token = state_bytes(checkpoint, depths, dtype)
-    changes: dict[str, Any] = {"writing_ranks": writing_ranks(engine, machine)}
-    if engine.max_num_batched_tokens is None:
-        changes["max_num_batched_tokens"] = _step_tokens(per_token, engine, machine)
-    if engine.ring_slots is None:
-        tokens = engine.max_num_batched_tokens or changes["max_num_batched_tokens"]
-        ring = tokens * per_token * (1 if changes["writing_ranks"] == "first" else engine.tensor_parallel_size)
-        changes["ring_slots"] = RING_SLOTS if RING_SLOTS * ring <= machine.host_free // RING_SHARE else RING_SLOTS - 1
-    engine = engine.model_copy(update=changes)
-    _check_gpus(checkpoint, per_token, dtype, engine, machine)
-    _check_host(checkpoint, per_token, dtype, engine, machine)
-    return engine
+    ranks = writing_ranks(engine, machine)
+    asked = engine.max_num_batched_tokens
+    sizes = [asked] if asked is not None else _step_sizes(per_token, engine, machine)
+    for tokens in sizes:
+        slots = engine.ring_slots
+        if slots is None:
+            rings = RING_SLOTS * tokens * per_token * (1 if ranks == "first" else engine.tensor_parallel_size)
+            slots = RING_SLOTS if rings <= machine.host_free // RING_SHARE else RING_SLOTS - 1
+        changes = {"writing_ranks": ranks, "max_num_batched_tokens": tokens, "ring_slots": slots}
+        chosen = engine.model_copy(update=changes)
+        try:
+            _check_gpus(checkpoint, per_token, dtype, chosen, machine)
+            _check_host(checkpoint, per_token, dtype, chosen, machine)
+        except StartupError:
+            if tokens == sizes[-1]:
+                raise
+        else:
+            break
+    return chosen
 
 
 def writing_ranks(engine: Engine, machine: Machine) -> str:
@@ -275,12 +283,12 @@ def writing_ranks(engine: Engine, machine: Machine) -> str:
     return "first" if machine.on_cpu or engine.tensor_parallel_size == 1 else "all"
 
 
-def _step_tokens(per_token: int, engine: Engine, machine: Machine) -> int:
-    sizes = [n for n in STEP_TOKENS if n <= CPU_STEP_TOKENS] if machine.on_cpu else list(STEP_TOKENS)
-    memory = machine.host_free if machine.on_cpu else min(gpu.total for gpu in machine.gpus)
-    limit = min(STEP_BYTES, memory // STEP_SHARE)
-    fitting = next((tokens for tokens in sizes if tokens * per_token <= limit), sizes[-1])
-    return max(fitting, engine.max_num_seqs)
+def _step_sizes(per_token: int, engine: Engine, machine: Machine) -> list[int]:
+    """Tokens of a step to try, the largest first."""
+    limit = min(STEP_BYTES, (machine.host_free if machine.on_cpu else machine.gpus[0].total) // STEP_SHARE)
+    sizes = [n for n in STEP_TOKENS if n <= (CPU_STEP_TOKENS if machine.on_cpu else STEP_TOKENS[0])]
+    fitting = [tokens for tokens in sizes if tokens * per_token <= limit] or sizes[-1:]
+    return [max(tokens, engine.max_num_seqs) for tokens in fitting]
 
 
 def _step_need(checkpoint: Checkpoint, per_token: int, dtype: DType, engine: Engine) -> dict[str, int]:

@@ -83,6 +83,15 @@ def test_sizes_that_are_left_open_are_chosen(kimi: Checkpoint) -> None:
     assert engine.ring_slots == 2
 
 
+def test_a_step_is_made_as_small_as_the_gpu_wants_it(kimi: Checkpoint) -> None:
+    """With 16384 tokens, activations and clones would take 6 GiB beside weights and cache; half of it fits."""
+    tight = replace(HOST, gpus=(replace(BLACKWELL, free=81 * GIB),) * 8)
+    asked = EIGHT.model_copy(update={"gpu_memory_utilization": 0.8})
+    assert fitted(kimi, DEPTHS, "bfloat16", asked, tight).max_num_batched_tokens == 8_192
+    with pytest.raises(StartupError, match="max_num_batched_tokens"):
+        fitted(kimi, DEPTHS, "bfloat16", asked.model_copy(update={"max_num_batched_tokens": 16_384}), tight)
+
+
 def test_what_was_asked_for_is_kept(kimi: Checkpoint) -> None:
     asked = EIGHT.model_copy(update={"max_num_batched_tokens": 4096, "ring_slots": 5, "writing_ranks": "first"})
     assert fitted(kimi, DEPTHS, "bfloat16", asked, HOST) == asked
@@ -135,7 +144,7 @@ def few(gpu: Gpu) -> Machine:
 )
 def test_what_does_not_fit_is_refused(kimi: Checkpoint, change: dict[str, Any], machine: Machine, message: str) -> None:
     with pytest.raises(StartupError, match=message):
-        fitted(kimi, DEPTHS, "bfloat16", EIGHT.model_copy(update=change), machine)
+        fitted(kimi, DEPTHS, "bfloat16", EIGHT.model_copy(update={"max_num_batched_tokens": 16_384} | change), machine)
 
 
 @pytest.mark.parametrize(
