@@ -297,13 +297,11 @@ class Rounds:
 
 
 def kv_capacity(vllm_engine: Any) -> dict[str, int]:
-    """Tokens that an engine's KV cache holds."""
+    """Tokens that an engine's KV cache holds, as vLLM counts them; where layers differ, not a product of the others."""
     cache = vllm_engine.vllm_config.cache_config
-    return {
-        "blocks": int(cache.num_gpu_blocks),
-        "block_size": int(cache.block_size),
-        "tokens": int(cache.num_gpu_blocks) * int(cache.block_size),
-    }
+    blocks, block_size = int(cache.num_gpu_blocks or 0), int(cache.block_size)
+    tokens = getattr(cache, "kv_cache_size_tokens", None) or blocks * block_size
+    return {"blocks": blocks, "block_size": block_size, "tokens": int(tokens)}
 
 
 def run_native(args: argparse.Namespace, checkpoint: Checkpoint, depths: tuple[int, ...]) -> dict[str, Any]:
