@@ -120,13 +120,7 @@ class Assembler:
     _expected: dict[str, tuple[int, Path]] = field(default_factory=dict)
 
     def expect(self, key: str, num_tokens: int, directory: Path) -> None:
-        """Announce a sample that the engine will be asked for.
-
-        The V2 runner begins with a preempted request once more as if it were new; the sample then goes on where its
-        rows come again, in the buffer that it has.
-        """
-        if self._expected.get(key) == (num_tokens, directory):
-            return
+        """Announce a sample that the engine will be asked for."""
         self._samples.pop(key, None)
         self._expected[key] = (num_tokens, directory)
 

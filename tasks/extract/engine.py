@@ -308,7 +308,9 @@ class CaptureEngine:
         if not self.spec.probe or tokens < 1:
             return
         parameters = SamplingParams(max_tokens=tokens, temperature=0.0, detokenize=False)
-        vllm_engine.add_request(f"{1:064x}", {"prompt_token_ids": list(self.spec.probe)}, parameters)
+        # The salt keeps it apart from samples, where the engine remembers what prompts begin with.
+        prompt = {"prompt_token_ids": list(self.spec.probe), "cache_salt": "probe"}
+        vllm_engine.add_request(f"{1:064x}", prompt, parameters)
         while not self.continuation and not self._stopping.is_set():
             for output in vllm_engine.step():
                 if output.finished:
