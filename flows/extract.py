@@ -82,8 +82,8 @@ def extract(
             Progress(chunks) as progress,
             LazyEngine(
                 engine_spec(checkpoint, identity, wanted.engine, target),
-                Probe(checkpoint) if wanted.audit.probe else None,
-                target.write_provenance,
+                probe=Probe(checkpoint) if wanted.audit.probe else None,
+                record=target.write_provenance,
             ) as engine,
         ):
             steps: list[tuple[Chunk, list[PrefectFuture[Any]]]] = []

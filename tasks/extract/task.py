@@ -32,6 +32,7 @@ class LazyEngine:
     def __init__(
         self,
         spec: EngineSpec,
+        *,
         probe: Probe | None = None,
         record: Callable[[Mapping[str, Any]], None] = lambda facts: None,
     ) -> None:

@@ -46,7 +46,11 @@ class Probe:
             logger.warning(f"the model is not asked to go on with a sentence: {error}")
             return ()
         self._decode = tokenizer.encoder.decode
-        return tuple(tokenizer.ids(tokenizer.with_bos(PROMPT)))
+        ids = tuple(tokenizer.ids(tokenizer.with_bos(PROMPT)))
+        if max(ids) >= self._checkpoint.vocab_size:
+            logger.warning("the model is not asked to go on with a sentence: its tokenizer has tokens that it lacks")
+            return ()
+        return ids
 
     def judge(self, tokens: Sequence[int]) -> Continuation:
         """Look at the tokens that the model went on with, greedily."""

@@ -43,6 +43,11 @@ def test_without_a_tokenizer_there_is_no_probe(tmp_path: Path, caplog: pytest.Lo
     assert "not asked to go on" in caplog.text
 
 
+def test_a_tokenizer_of_another_model_gives_no_probe(caplog: pytest.LogCaptureFixture) -> None:
+    assert Probe(replace(read(checkpoint_path("llama")), vocab_size=64)).ids == ()
+    assert "tokens that it lacks" in caplog.text
+
+
 class Started:
     """An engine that has started."""
 
@@ -69,7 +74,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> tuple[LazyEngine, list[Any]]:
     monkeypatch.setattr("tasks.extract.task.CaptureEngine", Started)
     monkeypatch.setattr("tasks.extract.task.replace", lambda spec, **changes: changes)
     recorded: list[Any] = []
-    return LazyEngine(None, Probe(read(checkpoint_path("llama"))), recorded.append), recorded  # type: ignore[arg-type]
+    probe = Probe(read(checkpoint_path("llama")))
+    return LazyEngine(None, probe=probe, record=recorded.append), recorded  # type: ignore[arg-type]
 
 
 def test_a_readable_continuation_is_kept_with_the_run(engine: tuple[LazyEngine, list[Any]]) -> None:
