@@ -371,7 +371,8 @@ def run_native(args: argparse.Namespace, checkpoint: Checkpoint, depths: tuple[i
     result: dict[str, Any] = {"kv": kv_capacity(vllm_engine), "tokens_per_s": [], "bytes_per_token": []}
     try:
         for turn in range(-1, max(1, args.rounds)):
-            batch = prompts(args.prompts if turn >= 0 else 24, args.shortest, args.longest, checkpoint.vocab_size, turn)
+            count, seed = (args.prompts, turn) if turn >= 0 else (24, 10_001)  # the first warms up and does not count
+            batch = prompts(count, args.shortest, args.longest, checkpoint.vocab_size, seed)
             tokens = sum(map(len, batch))
             seconds, computed = extract(batch, f"turn-{turn}")
             print(f"native: {tokens} tokens in {seconds:.2f} s, computed in {computed:.2f} s", flush=True)
