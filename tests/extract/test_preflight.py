@@ -1,8 +1,10 @@
 """What cannot fit is refused before it is loaded, on machines of scripted memory."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from tasks.extract.preflight import (
     fitted,
     host_free,
     kv_bytes,
+    look,
     state_bytes,
     weight_bytes,
     writing_ranks,
@@ -270,3 +273,99 @@ def test_this_machine_has_memory() -> None:
 def test_configuration_is_plain() -> None:
     """The settings that were filled in can be kept in a store's provenance."""
     assert json.loads(Engine().model_dump_json())["max_num_batched_tokens"] is None
+
+
+class Nvml:
+    """NVML with three GPUs; the second is known by its UUID, too."""
+
+    def __init__(self) -> None:
+        self.open = 0
+
+    def nvmlInit(self) -> None:
+        self.open += 1
+
+    def nvmlShutdown(self) -> None:
+        self.open -= 1
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 3
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: bytes) -> int:
+        return {b"GPU-1": 1}[uuid]
+
+    def nvmlDeviceGetIndex(self, handle: int) -> int:
+        return handle
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
+        return SimpleNamespace(free=10 + handle, total=20 + handle)
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: int) -> list[int]:
+        return [12, handle]
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, kind: str, linked: bool = False) -> tuple[Nvml, list[list[int]]]:
+    """A platform of vLLM's, and what it was asked of NVLink."""
+    nvml, asked = Nvml(), []
+
+    def is_fully_connected(indices: list[int]) -> bool:
+        asked.append(indices)
+        return linked
+
+    platform = SimpleNamespace(
+        is_cpu=lambda: kind == "cpu",
+        is_cuda=lambda: kind == "cuda",
+        is_fully_connected=is_fully_connected,
+        device_name=kind,
+    )
+    for name, values in {
+        "vllm": {},
+        "vllm.platforms": {"current_platform": platform},
+        "vllm.utils": {},
+        "vllm.utils.import_utils": {"import_pynvml": lambda: nvml},
+    }.items():
+        module = ModuleType(name)
+        vars(module).update(values)
+        monkeypatch.setitem(sys.modules, name, module)
+    return nvml, asked
+
+
+@pytest.mark.parametrize(
+    ("visible", "indices"),
+    [(None, [0, 1]), ("2,0", [2, 0]), ("GPU-1,2", [1, 2]), ("0, 1 ,2", [0, 1])],
+)
+def test_the_gpus_that_cuda_would_show_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, indices: list[int]
+) -> None:
+    nvml, asked = pretend(monkeypatch, "cuda")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    machine = look(2)
+    assert machine.gpus == tuple(Gpu(10 + i, 20 + i, (12, i)) for i in indices)
+    assert (machine.nvlink, machine.on_cpu, asked, nvml.open) == (False, False, [indices], 0)
+
+
+def test_a_single_gpu_needs_no_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, asked = pretend(monkeypatch, "cuda")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert look(1).nvlink
+    assert asked == []
+
+
+def test_too_few_gpus_are_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml, _ = pretend(monkeypatch, "cuda")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(StartupError, match=r"tensor_parallel_size is 2, but 1 GPUs are visible"):
+        look(2)
+    assert nvml.open == 0
+
+
+def test_a_cpu_has_host_memory_only_and_other_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, "cpu")
+    assert look(1).on_cpu
+    pretend(monkeypatch, "rocm")
+    with pytest.raises(StartupError, match="not on rocm"):
+        look(1)
