@@ -26,6 +26,7 @@ def test_states_are_checked_against_hugging_face(tmp_path: Path) -> None:
     found = [json.loads(line[6:]) for line in ended.stdout.splitlines() if line.startswith("CHECK ")]
     assert [(f["check"], f["holds"]) for f in found] == [
         ("runner", True),
+        ("goes on", True),
         ("ranks agree, tokens proved", True),
         ("states", True),
         ("one token", True),

@@ -421,13 +421,21 @@ class Configuration:
         )
         began = time.perf_counter()
         spec = EngineSpec(
-            self.checkpoint, self.identity.depths, self.identity.dtype, engine, STAGE, self.store.spec.to_dict()
+            self.checkpoint,
+            self.identity.depths,
+            self.identity.dtype,
+            engine,
+            STAGE,
+            self.store.spec.to_dict(),
+            probe=tuple(range(8, 48)),
         )
         running = BenchEngine(spec).start()
         print(f"engine started in {time.perf_counter() - began:.1f} s", flush=True)
         return running
 
     def run(self, runner: str, parts: set[str]) -> None:
+        from tasks.extract.engine import GO_ON_TOKENS
+
         began = time.perf_counter()
         # Where nothing is to die, one process is enough on a CPU, and starts sooner.
         running = self.engine(in_process=self.scale.dtype == CPU.dtype and self.size == 1 and "kill" not in parts)
@@ -435,6 +443,7 @@ class Configuration:
             device, module = running.ranks[0]["device"], running.ranks[0]["model_runner"].rpartition(".")[0]
             on_cpu = device == "cpu"
             self.say("runner", on_cpu or module == RUNNERS[runner], found=module, device=device)
+            self.say("goes on", len(running.continuation) == GO_ON_TOKENS, tokens=running.continuation)
             if "states" in parts:
                 self.states(running)
             if "crowd" in parts:
