@@ -24,6 +24,7 @@ from tasks.report.task import report_run
 from tasks.store.task import commit_chunk, open_store, record_reused, require_room
 from tasks.tokenize.task import tokenize_data
 from tasks.verify.examine import Examiner
+from tasks.verify.probe import Probe
 from tasks.verify.task import verify_chunk
 from tasks.vocabulary import Chunk
 
@@ -80,7 +81,11 @@ def extract(
             target.write_provenance(wanted.provenance())
         with (
             Progress(chunks) as progress,
-            LazyEngine(engine_spec(checkpoint, identity, wanted.engine, target, reuses_prefixes(chunks))) as engine,
+            LazyEngine(
+                engine_spec(checkpoint, identity, wanted.engine, target, reuses_prefixes(chunks)),
+                probe=Probe(checkpoint) if wanted.audit.probe else None,
+                record=target.write_provenance,
+            ) as engine,
         ):
             steps: list[tuple[Chunk, list[PrefectFuture[Any]]]] = []
             for chunk in chunks:
@@ -90,6 +95,8 @@ def extract(
                     verdicts: Any = verify_chunk.submit(chunk, receipts, table, examiner, profiles, engine.halt)
                     commit = commit_chunk.submit(chunk, verdicts, table, target)
                     steps[-1][1].extend((verdicts, commit))
+                    if not examiner.gate.is_open:  # nothing beside the first chunk until its values are proved
+                        wait([verdicts])
             wait([futures[-1] for _, futures in steps])
             for chunk, futures in steps:
                 failed = next((f.state for f in futures if not f.state.is_completed()), None)
@@ -97,7 +104,7 @@ def extract(
                     summary.failed_chunks[chunk.name] = str(failed.message or failed.name)
                 elif chunk.missing:
                     summary.add(futures[-1].result())
-            summary.halted = engine.halted
+            summary.halted, summary.continuation = engine.halted, engine.continuation
             summary.recomputed = engine.recomputed
             refused = [] if engine.halted else summary.quarantined
             for chunk, verdict in retries(chunks, refused, wanted.audit.max_retries):

@@ -5,21 +5,16 @@ hidden states are of the order of 1 and differ from layer to layer and from toke
 on every machine, and are kept in the user's cache directory.
 """
 
-import hashlib
 import json
-import math
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
-    Kimi_K25Config,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -27,8 +22,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from infra.assets import tiny
 from infra.assets.cache import cached, made_by
 from infra.assets.smollm2 import smollm2
+from infra.assets.tiny import draw, write_kimi
 
 #: Of the byte-level tokenizer: 256 bytes, then these; the rest of the vocabulary is never used.
 SPECIAL_TOKENS = ("[BOS]", "[EOS]", "[PAD]", "<|im_start|>", "<|im_end|>", "<|media_pad|>")
@@ -84,28 +81,6 @@ LATENT: dict[str, Any] = {
     },
 }
 
-VISION_LAYERS, VISION_SIZE = 2, 64
-
-#: How many patches an image may have; small, as vLLM tries the largest image when it starts.
-KIMI_PREPROCESSOR = {
-    "image_processor_type": "KimiK25FusedVisionProcessor",
-    "media_proc_cfg": {
-        "patch_size": 14,
-        "merge_kernel_size": 2,
-        "temporal_merge_kernel_size": 4,
-        "in_patch_limit": 64,
-        "patch_limit_on_one_side": 32,
-        "in_patch_limit_each_frame": 64,
-        "in_patch_limit_video": None,
-        "fixed_output_tokens": None,
-        "sample_fps": 2.0,
-        "max_num_frames_each_video": None,
-        "timestamp_mode": "hh:mm:ss.fff",
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5],
-    },
-}
-
 CHAT_TEMPLATE = """\
 {%- if tools %}<|im_start|>tools
 {{ tools | tojson }}<|im_end|>
@@ -128,7 +103,7 @@ def checkpoint_path(name: str, tensor_parallel_size: int = 1) -> Path:
     """
     if name == "smollm2":
         return smollm2(kv_heads=3 if tensor_parallel_size == 1 else 4)
-    return cached(f"tiny-{name}", made_by(name, Path(__file__)), partial(_write, name))
+    return cached(f"tiny-{name}", made_by(name, Path(__file__), Path(tiny.__file__)), partial(_write, name))
 
 
 def _write(name: str, path: Path) -> None:
@@ -149,71 +124,8 @@ def _write(name: str, path: Path) -> None:
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     if name == "kimi":
-        _make_kimi(path, model.config, ids)
-
-
-def _make_kimi(path: Path, text_config: DeepseekV3Config, ids: dict[str, Any]) -> None:
-    """Turn the DeepSeek checkpoint at ``path`` into the language model inside a Kimi-K2.5 checkpoint.
-
-    Written by hand because Hugging Face's class reads the published layout but writes another.
-    """
-    weights = load_file(path / "model.safetensors")
-    weights = {f"language_model.{name}": tensor for name, tensor in weights.items()}
-    weights |= {name: draw(name, shape) for name, shape in kimi_vision_shapes().items()}
-    save_file(weights, path / "model.safetensors", {"format": "pt"})
-    config = Kimi_K25Config(
-        text_config=text_config,
-        vision_config={
-            "pos_emb_height": 8,
-            "pos_emb_width": 8,
-            "num_attention_heads": 4,
-            "num_hidden_layers": VISION_LAYERS,
-            "hidden_size": VISION_SIZE,
-            "intermediate_size": 2 * VISION_SIZE,
-        },
-        projection_hidden_size=VISION_SIZE,
-        image_token_id=256 + SPECIAL_TOKENS.index("<|media_pad|>"),
-        tie_word_embeddings=False,
-        architectures=["KimiK25ForConditionalGeneration"],  # the name that the published checkpoint has
-        dtype="float32",
-        **ids,
-    )
-    config.save_pretrained(path)
-    (path / "preprocessor_config.json").write_text(json.dumps(KIMI_PREPROCESSOR))
-
-
-def kimi_vision_shapes() -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the vision tower's and the projector's weights."""
-    size, merged, wide, patch = VISION_SIZE, 4 * VISION_SIZE, 2 * VISION_SIZE, 14
-    shapes: dict[str, tuple[int, ...]] = {
-        "vision_tower.patch_embed.proj.weight": (size, 3, patch, patch),
-        "vision_tower.patch_embed.proj.bias": (size,),
-        "vision_tower.patch_embed.pos_emb.weight": (8, 8, size),
-        "mm_projector.proj.0.weight": (merged, merged),
-        "mm_projector.proj.0.bias": (merged,),
-        "mm_projector.proj.2.weight": (LATENT["hidden_size"], merged),
-        "mm_projector.proj.2.bias": (LATENT["hidden_size"],),
-    }
-    linear = {"wqkv": (3 * size, size), "wo": (size, size), "mlp.fc0": (wide, size), "mlp.fc1": (size, wide)}
-    norms = ["vision_tower.encoder.final_layernorm", "mm_projector.pre_norm"]
-    for block in (f"vision_tower.encoder.blocks.{i}" for i in range(VISION_LAYERS)):
-        norms += [f"{block}.norm0", f"{block}.norm1"]
-        for name, (rows, columns) in linear.items():
-            shapes |= {f"{block}.{name}.weight": (rows, columns), f"{block}.{name}.bias": (rows,)}
-    return shapes | {f"{norm}.{part}": (size,) for norm in norms for part in ("weight", "bias")}
-
-
-def draw(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Random values of a parameter, the same whenever its name and shape are."""
-    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
-    values = torch.from_numpy(np.random.default_rng(seed).standard_normal(shape, dtype=np.float32))
-    if name.endswith("bias"):
-        return 0.02 * values
-    if len(shape) == 1:  # the weights of a norm
-        return 1 + 0.1 * values
-    if "embed_tokens" in name:
-        return values
-    return values / math.sqrt(math.prod(shape[1:]) if "patch_embed" in name else shape[-1])
+        text = json.loads((path / "config.json").read_text())
+        write_kimi(path, load_file(path / "model.safetensors"), text, 256 + SPECIAL_TOKENS.index("<|media_pad|>"))
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -1,5 +1,6 @@
 """Capture workers that can be told to stand aside, so that one engine runs plain prefill and extraction in turn."""
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
@@ -9,6 +10,7 @@ import torch
 
 from tasks.extract import assemble, transfer
 from tasks.extract.capture import CaptureMixin, ask_for_depths
+from tasks.extract.step import Step
 from tasks.extract.witness import Witness
 
 
@@ -50,6 +52,11 @@ class Pausing(CaptureMixin):
         SPENT["s"] = 0.0
         return spent
 
+    def bench_host(self) -> dict[str, int]:
+        """Host memory that this rank holds now, in bytes; memory that its two processes share is in both."""
+        pid = getattr(self._assembly, "pid", None)
+        return {"worker": resident(os.getpid())} | ({} if pid is None else {"writing": resident(pid)})
+
     def bench_report(self) -> dict[str, Any]:
         """Peak memory of this rank in bytes, and the seconds that the engine has waited so far."""
         status = Path("/proc/self/status").read_text().splitlines()
@@ -60,6 +67,37 @@ class Pausing(CaptureMixin):
             "host_bytes": host + writing.get("host_bytes", 0),
             "waited_for_copy": self._transfer.waited,
         }
+
+
+class Watching(CaptureMixin):
+    """Counts what a check must know to have happened."""
+
+    def load_model(self, **kwargs: Any) -> None:
+        super().load_model(**kwargs)
+        self._ends: dict[str, int] = {}
+        self._pieces: dict[str, int] = {}
+        self._restarts = 0
+
+    def _read_step(self) -> Step | None:
+        step = super()._read_step()
+        for span in () if step is None else step.spans:
+            # Rows that were computed before come again only after a preemption.
+            self._restarts += span.start < self._ends.get(span.request_id, 0)
+            self._ends[span.request_id] = span.start + span.rows.stop - span.rows.start
+            self._pieces[span.key] = self._pieces.get(span.key, 0) + 1
+        return step
+
+    def bench_pid(self) -> int:
+        """The process that computes."""
+        return os.getpid()
+
+    def bench_restarts(self) -> int:
+        """How often a request was preempted and began again."""
+        return self._restarts
+
+    def bench_pieces(self, key: str) -> int:
+        """Steps that a sample's rows came in."""
+        return self._pieces.get(key, 0)
 
 
 def scale_up(model: torch.nn.Module) -> None:
@@ -74,6 +112,13 @@ def scale_up(model: torch.nn.Module) -> None:
                 weight.mul_(20)
             elif name.endswith("norm.weight"):
                 weight.fill_(1)
+
+
+def resident(pid: int) -> int:
+    """Bytes of memory that a process holds, without the files that it has mapped."""
+    status = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
+    fields = dict(line.split(":", 1) for line in status)
+    return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
 
 
 SPENT = {"s": 0.0}
@@ -119,10 +164,10 @@ def unverified(
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Cpu":
-        from vllm.v1.worker.cpu_worker import CPUWorker as Worker
-    elif name == "Gpu":
-        from vllm.v1.worker.gpu_worker import Worker
-    else:
+    if name not in ("Cpu", "Gpu", "CpuWatching", "GpuWatching"):
         raise AttributeError(name)
-    return type(name, (Pausing, Worker), {})
+    if name.startswith("Cpu"):
+        from vllm.v1.worker.cpu_worker import CPUWorker as Worker
+    else:
+        from vllm.v1.worker.gpu_worker import Worker
+    return type(name, (Watching if name.endswith("Watching") else Pausing, Worker), {})

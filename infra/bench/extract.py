@@ -1,10 +1,18 @@
 """Extraction beside plain prefill, in turn, in one engine and one run.
 
-    python -m infra.bench.extract --layers 16 --experts 64 --ids 2 7 11 15 --size 2 --store /tmp/bench
+    python -m infra.bench.extract --size 2 --store /dev/shm --native
+    python -m infra.bench.extract --size 2 --store /dev/shm --native --layers 61 --experts 32 --ids 2 30 58 60
+    python -m infra.bench.extract --size 2 --store /dev/shm --rounds 0 --minutes 5
 
 The model is Kimi-shaped (hidden 7168, MLA, MoE) with dummy weights, or any checkpoint (``--model``). Extraction means
 all of it: capture, copy, digests on every rank and again on arrival, encoding, checksums, verification, and a durable
-commit; its time ends when the last sample is durable. Prints one JSON object.
+commit; its time ends when the last sample is durable. A round has so many prompts that plain prefill takes
+``--seconds``, since writing the last step's samples is a fixed cost. Each round has a store of its own.
+
+``--native`` runs vLLM's own ``extract_hidden_states`` in a second engine on the same prompts; its time ends when the
+last byte of its files is there. ``--minutes`` goes on with rounds of extraction and prints the host memory of every
+process after each. ``VLLM_USE_V2_MODEL_RUNNER=1`` in the environment chooses vLLM's V2 model runner, except for its
+own extraction, which knows V1 only. Prints one JSON object.
 """
 
 import argparse
@@ -12,6 +20,8 @@ import json
 import os
 import platform
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from infra.bench.bench_worker import resident
 from tasks.extract import engine as engine_module
 from tasks.extract.config import Engine
 from tasks.extract.engine import CaptureEngine, EngineSpec, Job
@@ -30,6 +41,7 @@ from tasks.extract.receipts import Inbox
 from tasks.layers import Layers
 from tasks.model import Checkpoint, read
 from tasks.store import StagedSample, Store
+from tasks.store.provenance import environment
 from tasks.store.stage import STAGE
 from tasks.verify.config import Audit
 from tasks.verify.judge import Case, judge
@@ -144,16 +156,23 @@ def prompts(count: int, shortest: int, longest: int, vocab_size: int, seed: int)
 class Extractor:
     """The whole way of an extraction, without Prefect."""
 
-    def __init__(self, engine: BenchEngine, store: Store, size: int, chunk_tokens: int) -> None:
-        self.engine, self.store, self.size, self.chunk_tokens = engine, store, size, chunk_tokens
+    def __init__(self, engine: BenchEngine, size: int, chunk_tokens: int) -> None:
+        self.engine, self.size, self.chunk_tokens = engine, size, chunk_tokens
+        self.store: Store
         self.spent = {"verify": 0.0, "commit": 0.0}
         self.stored_bytes = 0
         self.computed_at = 0.0
         """When the engine finished its last sample."""
         self.refused: list[str] = []
 
-    def run(self, samples: list[npt.NDArray[np.int32]]) -> float:
-        """Extract, verify and commit; returns the seconds until the last sample is durable."""
+    def run(self, samples: list[npt.NDArray[np.int32]], path: Path, identity: Identity) -> float:
+        """Extract, verify and commit to a store that is then removed; the seconds until the last sample is durable."""
+        with Store.open(path, identity, run="bench") as self.store:
+            seconds = self._run(samples)
+        shutil.rmtree(path)
+        return seconds
+
+    def _run(self, samples: list[npt.NDArray[np.int32]]) -> float:
         began = time.perf_counter()
         with ThreadPoolExecutor(max_workers=4) as pool:
             done = []
@@ -213,34 +232,210 @@ def disk_speed(directory: Path, gib: float = 4.0) -> float:
     return speed
 
 
-def main() -> None:
+class Rounds:
+    """Rounds of plain prefill and of extraction in one engine."""
+
+    def __init__(self, running: BenchEngine, extractor: Extractor, identity: Identity, root: Path) -> None:
+        self.running, self.extractor, self.identity, self.root = running, extractor, identity, root
+        self.plain: list[float] = []
+        """Tokens/s, by round."""
+        self.full: list[float] = []
+        self.tails: list[float] = []
+        """Seconds from the engine's last sample to the last durable byte, by round."""
+        self.stored: list[float] = []
+        """Bytes stored per token, by round."""
+        self.host: list[dict[str, int]] = []
+        """Host memory of all processes together in bytes after each round of extraction, by kind."""
+
+    def prefill(self, batch: list[npt.NDArray[np.int32]]) -> float:
+        """Seconds of plain prefill."""
+        self.running.rpc("bench_pause", True)
+        began = time.perf_counter()
+        job = PlainJob(self.root, {f"{i:064x}": ids for i, ids in enumerate(batch)})
+        self.running.submit(job).result()
+        seconds = time.perf_counter() - began
+        self.running.rpc("bench_pause", False)
+        return seconds
+
+    def extraction(self, batch: list[npt.NDArray[np.int32]]) -> tuple[float, float]:
+        """Seconds of extraction, and how many of them came after the engine's last sample."""
+        began = time.perf_counter()
+        seconds = self.extractor.run(batch, self.root / "store", self.identity)
+        return seconds, seconds - (self.extractor.computed_at - began)
+
+    def warm_up(self, batch: list[npt.NDArray[np.int32]], again: list[npt.NDArray[np.int32]]) -> float:
+        """Both, uncounted, since kernels are compiled on first use; returns tokens/s of plain prefill afterwards."""
+        self.prefill(batch)
+        self.extraction(batch)
+        return sum(map(len, again)) / self.prefill(again)
+
+    def both(self, batch: list[npt.NDArray[np.int32]]) -> None:
+        """One round that counts."""
+        tokens = sum(map(len, batch))
+        plain_s = self.prefill(batch)
+        self.plain.append(tokens / plain_s)
+        print(f"{tokens} tokens, plain {plain_s:.2f} s = {tokens / plain_s:,.0f} tokens/s", flush=True)
+        self.extract(batch)
+
+    def extract(self, batch: list[npt.NDArray[np.int32]]) -> None:
+        """One round of extraction that counts."""
+        tokens, before = sum(map(len, batch)), self.extractor.stored_bytes
+        seconds, tail = self.extraction(batch)
+        self.full.append(tokens / seconds)
+        self.tails.append(tail)
+        self.stored.append((self.extractor.stored_bytes - before) / tokens)
+        held: dict[str, int] = {"flow": resident(os.getpid())}
+        for of_rank in self.running.rpc("bench_host"):
+            for kind, size in of_rank.items():
+                held[kind] = held.get(kind, 0) + size
+        self.host.append(held)
+        print(
+            f"{tokens} tokens, extraction {seconds:.2f} s = {tokens / seconds:,.0f} tokens/s, of which {tail:.2f} s "
+            f"after the last was computed; host GiB: { {k: round(v / 2**30, 2) for k, v in held.items()} }; "
+            f"{self.running.rpc('bench_report')}",
+            flush=True,
+        )
+
+
+def kv_capacity(vllm_engine: Any) -> dict[str, int]:
+    """Tokens that an engine's KV cache holds, as vLLM counts them; where layers differ, not a product of the others."""
+    cache = vllm_engine.vllm_config.cache_config
+    blocks, block_size = int(cache.num_gpu_blocks or 0), int(cache.block_size)
+    tokens = getattr(cache, "kv_cache_size_tokens", None) or blocks * block_size
+    return {"blocks": blocks, "block_size": block_size, "tokens": int(tokens)}
+
+
+def run_native(args: argparse.Namespace, checkpoint: Checkpoint, depths: tuple[int, ...]) -> dict[str, Any]:
+    """vLLM's own extraction in this process, which must not have started another engine: rounds on the same prompts.
+
+    Its files appear under ``--store``; only rank 0 writes them.
+    """
+    os.environ |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    from vllm import SamplingParams
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    files = Path(tempfile.mkdtemp(prefix="native-", dir=args.store))
+    draft = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(depths)}}
+    vllm_engine = LLMEngine.from_engine_args(
+        EngineArgs(
+            model=str(checkpoint.path),
+            dtype=args.dtype,
+            tensor_parallel_size=args.size,
+            max_model_len=args.max_model_len,
+            max_num_batched_tokens=args.batched_tokens,
+            max_num_seqs=64,
+            gpu_memory_utilization=args.memory,
+            enforce_eager=True,
+            load_format="auto" if args.model else "dummy",
+            skip_tokenizer_init=True,
+            enable_prefix_caching=False,
+            disable_log_stats=True,
+            seed=0,
+            speculative_config={
+                "method": "extract_hidden_states",
+                "num_speculative_tokens": 1,
+                "draft_model_config": draft,
+            },
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="ExampleHiddenStatesConnector",
+                kv_role="kv_producer",
+                kv_connector_extra_config={"shared_storage_path": str(files), "use_synchronization_lock": False},
+            ),
+        )
+    )
+    state_bytes = len(depths) * checkpoint.hidden_size * (2 if args.dtype == "bfloat16" else 4)
+    parameters = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+
+    def size() -> int:
+        return sum(path.stat().st_size for path in files.glob("*.safetensors"))
+
+    def extract(batch: list[npt.NDArray[np.int32]], name: str) -> tuple[float, float]:
+        """Seconds to the last byte, and of them those of the engine."""
+        began = time.perf_counter()
+        for i, ids in enumerate(batch):
+            vllm_engine.add_request(f"{name}-{i}", {"prompt_token_ids": ids.tolist()}, parameters)
+        while vllm_engine.has_unfinished_requests():
+            vllm_engine.step()
+        computed = time.perf_counter() - began
+        wanted = sum(map(len, batch)) * state_bytes
+        while size() < wanted:
+            if time.perf_counter() - began > computed + 120:
+                raise TimeoutError(f"{size()} of {wanted} bytes were written; the others were lost")
+            time.sleep(0.01)
+        return time.perf_counter() - began, computed
+
+    result: dict[str, Any] = {"kv": kv_capacity(vllm_engine), "tokens_per_s": [], "bytes_per_token": []}
+    try:
+        for turn in range(-1, max(1, args.rounds)):
+            count, seed = (args.prompts, turn) if turn >= 0 else (24, 10_001)  # the first warms up and does not count
+            batch = prompts(count, args.shortest, args.longest, checkpoint.vocab_size, seed)
+            tokens = sum(map(len, batch))
+            seconds, computed = extract(batch, f"turn-{turn}")
+            print(f"native: {tokens} tokens in {seconds:.2f} s, computed in {computed:.2f} s", flush=True)
+            if turn >= 0:
+                result["tokens_per_s"].append(round(tokens / seconds))
+                result["bytes_per_token"].append(round(size() / tokens))
+            for path in files.glob("*.safetensors"):
+                path.unlink()
+    finally:
+        vllm_engine.engine_core.shutdown()
+        shutil.rmtree(files, ignore_errors=True)
+    return result
+
+
+def native_beside(count: int) -> dict[str, Any]:
+    """:func:`run_native` in a process of its own, with the same arguments and so many prompts."""
+    command = [sys.executable, "-m", "infra.bench.extract", *sys.argv[1:], "--native-only", "--prompts", str(count)]
+    found: dict[str, Any] = {"failed": "it printed no result"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout or ():
+            print(line, end="", flush=True)
+            if line.startswith("NATIVE "):
+                found = json.loads(line.removeprefix("NATIVE "))
+    return found
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a checkpoint; Kimi-shaped with dummy weights when absent")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--ids", type=int, nargs="+", default=[2, 7, 11, 15], help="layers, by output")
     parser.add_argument("--size", type=int, default=1, help="tensor parallel size")
-    parser.add_argument("--prompts", type=int, default=96)
+    parser.add_argument("--seconds", type=float, default=20, help="of plain prefill in a round")
+    parser.add_argument("--prompts", type=int, help="of a round; by --seconds when absent")
     parser.add_argument("--shortest", type=int, default=512)
     parser.add_argument("--longest", type=int, default=4096)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2, help="of plain prefill and extraction, in turn")
+    parser.add_argument("--minutes", type=float, default=0, help="go on with extraction for so long")
+    parser.add_argument("--native", action="store_true", help="run vLLM's own extraction, too")
+    parser.add_argument("--native-only", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--batched-tokens", type=int, default=16384)
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--chunk-tokens", type=int, default=65536)
-    parser.add_argument("--writer-threads", type=int, default=12)
-    parser.add_argument("--writing-ranks", choices=["first", "all"], default="first")
+    parser.add_argument("--writer-threads", type=int, default=26)
+    parser.add_argument("--writing-ranks", choices=["auto", "first", "all"], default="auto")
     parser.add_argument("--staging-gib", type=float, default=24)
-    parser.add_argument("--ring-slots", type=int, default=3)
+    parser.add_argument("--ring-slots", type=int)
     parser.add_argument("--memory", type=float, default=0.85, help="share of the GPU's memory")
     parser.add_argument("--kv-gib", type=float)
     parser.add_argument("--store", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--keep", action="store_true", help="keep the stores")
-    args = parser.parse_args()
+    return parser.parse_args()
 
+
+def main() -> None:
+    args = parse()
     checkpoint = read(args.model) if args.model else kimi_shaped(args.layers, args.experts)
     layers = Layers(ids=tuple(args.ids), convention="output")
     layers.check(checkpoint.num_layers)
+    if args.native_only:
+        print("NATIVE " + json.dumps(run_native(args, checkpoint, layers.depths)), flush=True)
+        return
     worker = "infra.bench.bench_worker." + ("Gpu" if torch.cuda.is_available() else "Cpu")
     engine_module.WORKERS.update(cpu=worker, gpu=worker)
     engine = Engine(
@@ -269,58 +464,67 @@ def main() -> None:
     state_bytes = len(layers.depths) * checkpoint.hidden_size * (2 if args.dtype == "bfloat16" else 4)
     root = Path(tempfile.mkdtemp(prefix="layertap-bench-", dir=args.store))
     speed = disk_speed(root)
-    began = time.perf_counter()
-    plain: list[float] = []
-    full: list[float] = []
-    result: dict[str, Any] = {}
-    with Store.open(root / "store", identity, run="bench") as store:
-        spec = EngineSpec(checkpoint, layers.depths, args.dtype, engine, STAGE, store.spec.to_dict())
+    result: dict[str, Any] = {
+        "versions": environment()["versions"],
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "model": str(args.model or f"Kimi-shaped, {args.layers} layers, {args.experts} experts"),
+        "depths": layers.depths,
+        "size": args.size,
+        "disk_bytes_per_s": round(speed),
+    }
+
+    def batch(count: int, seed: int) -> list[npt.NDArray[np.int32]]:
+        return prompts(count, args.shortest, args.longest, checkpoint.vocab_size, seed)
+
+    try:
+        with Store.open(root / "form", identity, run="bench") as form:
+            spec = EngineSpec(checkpoint, layers.depths, args.dtype, engine, STAGE, form.spec.to_dict())
+        began = time.perf_counter()
         running = BenchEngine(spec).start()
-        result["start_s"] = time.perf_counter() - began
+        result["start_s"] = round(time.perf_counter() - began, 1)
         try:
-            extractor = Extractor(running, store, args.size, args.chunk_tokens)
-            for turn in range(-1, args.rounds):  # the first turn warms kernels up and does not count
-                batch = prompts(args.prompts, args.shortest, args.longest, checkpoint.vocab_size, turn + 1)
-                tokens = sum(map(len, batch))
-                running.rpc("bench_pause", True)
-                began = time.perf_counter()
-                running.submit(PlainJob(root, {f"{i:064x}": ids for i, ids in enumerate(batch)})).result()
-                plain_s = time.perf_counter() - began
-                running.rpc("bench_pause", False)
-                before = extractor.stored_bytes
-                began = time.perf_counter()
-                full_s = extractor.run(batch)
-                computed_s = extractor.computed_at - began
-                print(
-                    f"turn {turn}: {tokens} tokens, plain {plain_s:.2f} s, extraction {full_s:.2f} s, of which the "
-                    f"engine computed {computed_s:.2f} s; {running.rpc('bench_report')}",
-                    flush=True,
-                )
-                if turn >= 0:
-                    plain.append(tokens / plain_s)
-                    full.append(tokens / full_s)
-                    result["ratio_of_bytes"] = (extractor.stored_bytes - before) / (tokens * state_bytes)
-            result["ranks"] = running.rpc("bench_report")
-            result["runner"] = running.ranks[0]["model_runner"]
-            result["device"] = running.ranks[0]["device"]
+            rounds = Rounds(running, Extractor(running, args.size, args.chunk_tokens), identity, root)
+            few = args.prompts or 24
+            speed = rounds.warm_up(batch(few, 10_001), batch(few, 10_002))
+            count = args.prompts or max(24, round(args.seconds * speed / ((args.shortest + args.longest) / 2)))
+            print(f"warm: {speed:,.0f} tokens/s; {count} prompts a round", flush=True)
+            for turn in range(args.rounds):
+                rounds.both(batch(count, turn))
+            until = time.monotonic() + 60 * args.minutes
+            turn = args.rounds
+            while time.monotonic() < until:
+                rounds.extract(batch(count, turn))
+                turn += 1
+            result |= {
+                "prompts": count,
+                "ranks": running.rpc("bench_report"),
+                "runner": running.ranks[0]["model_runner"],
+                "device": running.ranks[0]["device"],
+                "settings": running.facts,
+                "kv": kv_capacity(running.vllm_engine),
+            }
         finally:
             running.shutdown()
+        ratios = [f / p for f, p in zip(rounds.full, rounds.plain, strict=False)]
+        extractor = rounds.extractor
         result |= {
-            "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
-            "size": args.size,
-            "plain_tokens_per_s": [round(x) for x in plain],
-            "extraction_tokens_per_s": [round(x) for x in full],
-            "ratios": [round(f / p, 4) for f, p in zip(full, plain, strict=True)],
-            "ratio": round(float(np.median([f / p for f, p in zip(full, plain, strict=True)])), 4),
-            "state_bytes_per_s": round(float(np.median(full)) * state_bytes),
-            "disk_bytes_per_s": round(speed),
+            "plain_tokens_per_s": [round(x) for x in rounds.plain],
+            "extraction_tokens_per_s": [round(x) for x in rounds.full],
+            "ratios": [round(r, 4) for r in ratios],
+            "ratio": round(float(np.median(ratios)), 4) if ratios else None,
+            "tail_s": [round(t, 2) for t in rounds.tails],
+            "bytes_per_token": [round(b) for b in rounds.stored],
+            "ratio_of_bytes": round(float(np.median(rounds.stored)) / state_bytes, 4) if rounds.stored else None,
+            "state_bytes_per_s": round(float(np.median(rounds.full)) * state_bytes) if rounds.full else None,
+            "host_bytes": rounds.host,
             "spent_s": {k: round(v, 2) for k, v in extractor.spent.items()},
             "refused": extractor.refused[:5],
             "refused_count": len(extractor.refused),
-            "writing_ranks": args.writing_ranks,
         }
-    if not args.keep:
-        shutil.rmtree(root)
+        if args.native:
+            result["native"] = native_beside(count)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
     print("RESULT " + json.dumps(result), flush=True)
 
 

@@ -218,7 +218,8 @@ def main() -> None:
                 for way in order:
                     if way == "native":
                         continue
-                    extractor = PrefixExtractor(running, on if way == "on" else off, args.size, args.chunk_tokens)
+                    extractor = PrefixExtractor(running, args.size, args.chunk_tokens)
+                    extractor.store = on if way == "on" else off
                     chunks = arranged if way == "on" else plan(samples, args.chunk_tokens, False)
                     spent = time.process_time()
                     seconds = extractor.extract(chunks, samples, way == "on")

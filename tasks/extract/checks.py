@@ -43,6 +43,19 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
+#: Attention backends for MLA, and the major compute capabilities that their kernels are built for.
+MLA_BACKENDS: dict[str, tuple[int, ...]] = {
+    "CUTLASS_MLA": (10,),
+    "FLASHINFER_MLA": (10,),
+    "FLASHMLA": (9, 10),
+    "FLASH_ATTN_MLA": (9,),
+    "TOKENSPEED_MLA": (10,),
+}
+
+#: Consumer and workstation Blackwell, such as RTX PRO 6000: kernels for data-centre Blackwell (10) do not run there.
+SM120 = 12
+
+
 class StartupError(RuntimeError):
     """The engine cannot be started as configured; the message says what to change."""
 
@@ -79,11 +92,60 @@ def check(checkpoint: Checkpoint, layers: Layers, dtype: DType, engine: Engine) 
         raise StartupError(
             f"engine.max_model_len {engine.max_model_len} is above the model's {limit} positions; lower it"
         )
-    if engine.max_num_batched_tokens < engine.max_num_seqs:
+    if engine.max_num_batched_tokens is not None and engine.max_num_batched_tokens < engine.max_num_seqs:
         raise StartupError(
             f"engine.max_num_batched_tokens {engine.max_num_batched_tokens} is below engine.max_num_seqs "
             f"{engine.max_num_seqs}; raise the first or lower the second"
         )
+
+
+def check_gpus(checkpoint: Checkpoint, engine: Engine, capability: tuple[int, int], *, nvlink: bool) -> list[str]:
+    """Refuse what is known not to run on GPUs like these; returns warnings of what was reported to go wrong.
+
+    Args:
+        checkpoint: to be run.
+        engine: how.
+        capability: compute capability of the GPUs.
+        nvlink: whether every two of them are joined by NVLink.
+
+    Raises:
+        StartupError: says which setting to change.
+    """
+    text = checkpoint.config.get("text_config", checkpoint.config)
+    is_mla = bool(text.get("kv_lora_rank"))
+    is_packed = any("quantization_config" in part for part in (text, checkpoint.config))
+    warnings = []
+    backend = str(engine.extra.get("attention_backend") or _inner(engine, "attention_config", "backend")).upper()
+    built_for = MLA_BACKENDS.get(backend)
+    if built_for is not None and capability[0] not in built_for:
+        raise StartupError(
+            f"engine.extra.attention_backend {backend} does not run on GPUs of compute capability "
+            f"{capability[0]}.{capability[1]}, only on {' and '.join(f'{major}.x' for major in built_for)}; use "
+            "TRITON_MLA, or remove it for vLLM to choose"
+        )
+    if is_mla and engine.kv_cache_dtype.startswith("fp8"):
+        warnings.append(
+            f"engine.kv_cache_dtype {engine.kv_cache_dtype}: an fp8 KV cache changes the states, and was reported to "
+            "give garbled text with a model like this one; prefill needs little KV cache, so `auto` costs nothing"
+        )
+    moe = str(engine.extra.get("moe_backend") or _inner(engine, "kernel_config", "moe_backend")).lower()
+    if capability[0] == SM120 and is_packed and text.get("n_routed_experts") and moe != "marlin":
+        named = "vLLM's own choice" if moe in ("none", "auto") else f"engine.extra.moe_backend {moe}"
+        warnings.append(
+            f"{named} of kernels for packed experts: on GPUs of compute capability 12.x several gave garbage or NaN; "
+            "marlin is reported to be right"
+        )
+    if engine.extra.get("enable_expert_parallel") and not nvlink:
+        warnings.append(
+            "engine.extra.enable_expert_parallel on GPUs without NVLink: over PCIe it was reported to be 10 to 20 "
+            "times slower than tensor parallelism alone; remove it"
+        )
+    return warnings
+
+
+def _inner(engine: Engine, config: str, name: str) -> Any:
+    inner = engine.extra.get(config)
+    return inner.get(name) if isinstance(inner, dict) else None
 
 
 def vllm_version() -> str:

@@ -32,7 +32,11 @@ class Engine(BaseModel):
 
     tensor_parallel_size: Annotated[int, Field(ge=1, description="GPUs (or CPU processes) that share each layer.")] = 1
     max_model_len: Annotated[int, Field(ge=2, description="Longest sample in tokens, plus one.")] = 4096
-    max_num_batched_tokens: Annotated[int, Field(ge=1, description="Tokens of one engine step.")] = 8192
+    max_num_batched_tokens: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="Tokens of one engine step. When absent, up to 16384 on GPUs and 8192 on a CPU, so that a step's "
+        "captured states take no more than 1 GiB.",
+    )
     max_num_seqs: Annotated[int, Field(ge=1, description="Samples of one engine step.")] = 64
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     kv_cache_gib: Annotated[float, Field(gt=0)] | None = Field(
@@ -55,17 +59,21 @@ class Engine(BaseModel):
     writer_threads: Annotated[int, Field(ge=1)] = Field(
         default=4, description="Threads that encode and write samples, over all writing ranks."
     )
-    writing_ranks: Literal["first", "all"] = Field(
-        default="first",
-        description="`first`: rank 0 writes all samples. `all`: samples are dealt over the ranks, for when one process "
-        "cannot encode as fast as the engine computes.",
+    writing_ranks: Literal["auto", "first", "all"] = Field(
+        default="auto",
+        description="`first`: rank 0 writes all samples. `all`: samples are dealt over the ranks, since one process "
+        "cannot encode as fast as several GPUs compute. `auto`: `all` on GPUs, `first` on a CPU.",
     )
     writer_process: bool | None = Field(
         default=None,
         description="Assemble and write samples in a process beside each GPU's worker, so that the engine's Python "
         "need not wait for theirs. On a GPU it is always so; on a CPU, only where asked for.",
     )
-    ring_slots: Annotated[int, Field(ge=2, description="Buffers to the writing process, each of one step.")] = 3
+    ring_slots: Annotated[int, Field(ge=2)] | None = Field(
+        default=None,
+        description="Pinned buffers to the writing process, each of one step. When absent 3, or 2 where host memory is "
+        "short.",
+    )
     reuse_prefixes: ReusePrefixes = Field(
         default="auto",
         description="Whether the rows of a prefix that several samples begin with are computed and stored once. "

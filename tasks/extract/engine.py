@@ -21,8 +21,9 @@ import numpy.typing as npt
 
 from tasks.digest import differing_rows
 from tasks.extract.capture import OWNER_VARIABLE, CaptureSettings
-from tasks.extract.checks import StartupError, vllm_version
+from tasks.extract.checks import StartupError, check_gpus, vllm_version
 from tasks.extract.config import Engine
+from tasks.extract.preflight import fitted, look
 from tasks.extract.receipts import Inbox
 from tasks.model import Checkpoint
 from tasks.prefixes import prefix_names
@@ -33,6 +34,7 @@ from tasks.vocabulary import DType, Receipt, RowEvidence, digest_ids
 POLL_SECONDS = 0.02  # how often receipts that are still being written are asked for
 SETTLE_SECONDS = 5.0  # after so long a busy engine is asked what became of samples without a receipt
 ADMIT_STEPS = 4  # samples for this many engine steps are kept waiting inside the engine
+GO_ON_TOKENS = 16  # of the probe
 EVIDENCE_ROWS = 32  # rows of a sample whose values are compared where ranks disagree
 
 #: vLLM's workers with the capture, by platform.
@@ -65,6 +67,8 @@ class EngineSpec:
     """What that function needs to know of the store; plain values."""
     reuse: bool = False
     """Whether rows of shared prefixes are computed once, as far as the engine can keep their keys and values."""
+    probe: tuple[int, ...] = ()
+    """Token ids of a sentence that the model is to go on with when the engine has started; none if empty."""
 
 
 @dataclass(eq=False)
@@ -113,6 +117,8 @@ class CaptureEngine:
         """Whether rows of shared prefixes are computed once."""
         self.recomputed = 0
         """Samples that were computed again, since rows of others that they began with were no longer held."""
+        self.continuation: tuple[int, ...] = ()
+        """Tokens that the model went on with after the spec's probe, greedily."""
         self.waits: list[dict[str, float]] = []
         """Per rank, seconds that the engine waited for the copy and for the writers; known after shutdown."""
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -161,6 +167,7 @@ class CaptureEngine:
         try:
             vllm_engine = self._load()
             self._probe(vllm_engine)
+            self._go_on(vllm_engine)
             self._started.set_result(None)
             self._serve(vllm_engine, active)
         except BaseException as error:
@@ -187,17 +194,24 @@ class CaptureEngine:
                 job.receipts.set_exception(error)
 
     def _load(self) -> Any:
-        spec, engine = self.spec, self.spec.engine
         os.environ[OWNER_VARIABLE] = str(os.getpid())
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if engine.in_process else "1"
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if self.spec.engine.in_process else "1"
         # The flow has threads; a forked child could inherit a lock that one of them holds.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-
-        from vllm.platforms import current_platform
-
-        on_cpu = current_platform.is_cpu()
+        # One token is sampled a prompt, greedily; flashinfer's sampler is compiled on first use, may not be installed,
+        # and was reported to cost more than all else on some GPUs.
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+        machine = look(self.spec.engine.tensor_parallel_size)
+        spec = self.spec
+        if machine.gpus:
+            capability = machine.gpus[0].capability
+            for warning in check_gpus(spec.checkpoint, spec.engine, capability, nvlink=machine.nvlink):
+                logger.warning(warning)
+        engine = fitted(spec.checkpoint, spec.depths, spec.dtype, spec.engine, machine, reuse=spec.reuse)
+        self.spec = spec = replace(spec, engine=engine)
+        on_cpu = machine.on_cpu
         arguments: dict[str, Any] = {
             "model": str(spec.checkpoint.path),
             "trust_remote_code": spec.checkpoint.trust_remote_code,
@@ -257,7 +271,7 @@ class CaptureEngine:
             receipts=self._inbox.address,
             writer_threads=-(-engine.writer_threads // writers),
             staging_bytes=int(engine.staging_gib * 2**30) // writers,
-            ring_slots=engine.ring_slots,
+            ring_slots=engine.ring_slots or 2,
             deal=writers > 1,
             writer_process=engine.writer_process,
             reuse_bytes=int(engine.reuse_gib * 2**30) // writers if self.reuses else 0,
@@ -310,6 +324,29 @@ class CaptureEngine:
                         f"a probe of {len(samples[key])} tokens came back from rank {receipt.rank} with: {problem}"
                     )
 
+    def _go_on(self, vllm_engine: Any) -> None:
+        """Let the model go on with the sentence that it is to be known by."""
+        from vllm import SamplingParams
+
+        tokens = min(GO_ON_TOKENS, self.spec.engine.max_model_len - len(self.spec.probe))
+        if not self.spec.probe or tokens < 1:
+            return
+        parameters = SamplingParams(max_tokens=tokens, temperature=0.0, detokenize=False)
+        # The salt keeps it apart from samples, where the engine remembers what prompts begin with.
+        prompt = {"prompt_token_ids": list(self.spec.probe), "cache_salt": "probe"}
+        vllm_engine.add_request(f"{1:064x}", prompt, parameters)
+        while not self.continuation and not self._stopping.is_set():
+            for output in vllm_engine.step():
+                if output.finished:
+                    self.continuation = tuple(output.outputs[0].token_ids)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What is known of the engine once it has started, for the store to keep."""
+        engine = self.spec.engine
+        sizes = {name: getattr(engine, name) for name in ("max_num_batched_tokens", "ring_slots", "writing_ranks")}
+        return {name: self.ranks[0][name] for name in ("device", "model_runner")} | sizes
+
     def _serve(self, vllm_engine: Any, active: list[Job], *, until_done: bool = False) -> None:
         admitted = 0
         owner: dict[str, Job] = {}
@@ -319,7 +356,7 @@ class CaptureEngine:
                 self._take_jobs(active, wait=POLL_SECONDS if active and not running else None if not active else 0)
                 if self._stopping.is_set():
                     return
-            ahead = ADMIT_STEPS * self.spec.engine.max_num_batched_tokens
+            ahead = ADMIT_STEPS * (self.spec.engine.max_num_batched_tokens or 0)
             while admitted < len(active) and sum(len(owner[k].samples[k]) for k in owner) < ahead:
                 if owner and (active[admitted].suspect or any(job.suspect for job in owner.values())):
                     break

@@ -1,6 +1,8 @@
 """The extraction of one chunk as a Prefect task, and the engine that all chunks of a run share."""
 
 import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -11,10 +13,12 @@ from prefect.states import Completed
 from tasks.extract.config import Engine
 from tasks.extract.engine import CaptureEngine, EngineSpec, Job
 from tasks.model import Checkpoint
+from tasks.report.log import logger
 from tasks.report.progress import Progress
 from tasks.samples import SampleTable
 from tasks.store.stage import STAGE
 from tasks.store.store import Store
+from tasks.verify.probe import Continuation, Probe
 from tasks.vocabulary import Chunk, Identity, StagingFailure
 
 
@@ -25,9 +29,25 @@ class Halted(RuntimeError):
 class LazyEngine:
     """Starts the engine when the first chunk needs it; a run that finds everything in the store never does."""
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(
+        self,
+        spec: EngineSpec,
+        *,
+        probe: Probe | None = None,
+        record: Callable[[Mapping[str, Any]], None] = lambda facts: None,
+    ) -> None:
+        """Make it; nothing is started.
+
+        Args:
+            spec: of the engine.
+            probe: the sentence that the model is to go on with, if it is trained.
+            record: told what is known of an engine once it has started.
+        """
         self.spec = spec
         self.halted: str | None = None
+        self.continuation: Continuation | None = None
+        """What the model went on with."""
+        self._probe, self._record = probe, record
         self._engine: CaptureEngine | None = None
         self._lock = threading.Lock()
 
@@ -45,8 +65,25 @@ class LazyEngine:
             raise Halted(self.halted)
         with self._lock:
             if self._engine is None or not self._engine.alive:
-                self._engine = CaptureEngine(self.spec).start()
-            return self._engine
+                spec = replace(self.spec, probe=self._probe.ids) if self._probe else self.spec
+                self._engine = CaptureEngine(spec).start()
+                self._started(self._engine)
+        if self.halted:
+            raise Halted(self.halted)
+        return self._engine
+
+    def _started(self, engine: CaptureEngine) -> None:
+        facts: dict[str, Any] = {"engine": engine.facts}
+        if self._probe and engine.continuation:
+            self.continuation = self._probe.judge(engine.continuation)
+            logger.info(f"the model goes on: {self.continuation}")
+            facts["probe"] = str(self.continuation)
+            if problem := self.continuation.problem:
+                self.halt(
+                    f"{problem} after a plain sentence ({self.continuation!s:.200}): look at the engine's kernels, "
+                    "dtype and quantization; set audit.probe: false if the model is not trained"
+                )
+        self._record({"started": facts})
 
     @property
     def recomputed(self) -> int:

@@ -45,6 +45,8 @@ class Summary:
     """Samples that failed and were extracted once more."""
     halted: str | None = None
     """Why extracting was stopped early."""
+    continuation: Any = None
+    """What the model went on with when the engine started (:class:`tasks.verify.probe.Continuation`)."""
     failed_chunks: dict[str, str] = field(default_factory=dict)
     """Chunk name -> why it did not end; its samples are not in the store."""
     tokens: int = 0
@@ -135,6 +137,8 @@ class Summary:
             share = self.reused_rows / self.tokens if self.tokens else 0.0
             again = f"; {self.recomputed} samples computed again" if self.recomputed else ""
             found.insert(-4, ("prefixes", f"{self.reused_rows:,} rows reused, {share:.0%}{again}"))
+        if self.continuation is not None:
+            found.append(("the model goes on", str(self.continuation)))
         if self.halted:
             found.append(("stopped", self.halted))
         found += [(f"quarantined {v.key[:12]}", f"{v.reason}: {v.detail}") for v in self.quarantined[:LISTED]]

@@ -129,6 +129,7 @@ class Store:
         self._lease = backend.lease(run)
         self._pending = Batch()
         self._staging: Path | None = None
+        self._provenance: tuple[str, dict[str, Any]] | None = None
         try:
             self.collected = backend.collect_staging()
             self.manifest = ManifestWriter(backend, run)
@@ -455,9 +456,15 @@ class Store:
             self._quarantined.discard(key)
 
     def write_provenance(self, provenance: Mapping[str, Any]) -> None:
-        """Keep what is known of this run, beside versions and hardware, which are added; secrets are blanked."""
-        document = {"run": self.run, "time": _now(), **environment(), **without_secrets(provenance)}
-        name = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{self.run}.json"
+        """Keep what is known of this run, beside versions and hardware, which are added; secrets are blanked.
+
+        What is told later is added to what was told before.
+        """
+        if self._provenance is None:
+            name = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{self.run}.json"
+            self._provenance = name, {"run": self.run, "time": _now(), **environment()}
+        name, document = self._provenance
+        document |= without_secrets(provenance)
         self.backend.put(f"{RUNS}/{name}", json.dumps(document, indent=1, default=str).encode())
 
 

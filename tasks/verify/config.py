@@ -23,5 +23,11 @@ class Audit(BaseModel):
     )
     stop_share: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.5,
-        description="The run stops extracting when more than this share of a chunk's samples, and at least 8, fail.",
+        description="The run stops extracting when more than this share of a chunk's samples, and at least 8, fail. "
+        "Until a chunk has passed, 2 suffice, and nothing is extracted beside the chunk that is judged.",
+    )
+    probe: bool = Field(
+        default=True,
+        description="The model goes on with a sentence when the engine starts; the text is shown, and the run stops "
+        "where it repeats a single token or is no text. Turn it off for a model that is not trained.",
     )

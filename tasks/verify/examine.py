@@ -12,12 +12,10 @@ from tasks.model import Checkpoint, ModelError
 from tasks.report.log import logger
 from tasks.verify.bands import Bands
 from tasks.verify.config import Audit
+from tasks.verify.gate import Gate
 from tasks.verify.judge import Case, judge
 from tasks.verify.proof import Head, has_last_depth, margin
 from tasks.vocabulary import Identity, PlannedSample, Proof, Receipt, Verdict
-
-SYSTEMATIC = 8
-"""Fewer failed samples of a chunk never stop a run."""
 
 
 class Examiner:
@@ -26,6 +24,7 @@ class Examiner:
     def __init__(self, checkpoint: Checkpoint, identity: Identity, world_size: int, audit: Audit) -> None:
         self.identity = identity
         self.audit = audit
+        self.gate = Gate(audit)
         self._checkpoint = checkpoint
         self._world_size = world_size
         self._bands = Bands(identity.depths)
@@ -71,11 +70,6 @@ class Examiner:
             else:
                 self._bands.learn(num_tokens, rms)
         return list(verdicts.values())
-
-    def is_systematic(self, verdicts: Sequence[Verdict]) -> bool:
-        """Whether so much of a chunk failed that going on would waste the machine."""
-        refused = sum(not verdict.accepted for verdict in verdicts)
-        return refused >= SYSTEMATIC and refused > self.audit.stop_share * len(verdicts)
 
     def _prove(self, receipts: Mapping[str, Sequence[Receipt]]) -> dict[str, Proof]:
         rows = [r for of_sample in receipts.values() for r in of_sample if r.last_row and r.next_token is not None]

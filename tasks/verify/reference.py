@@ -61,7 +61,8 @@ def residual_states(
     sources = [stack.embed_tokens, *stack.layers]
     handles = [sources[depth].register_forward_hook(keep(depth)) for depth in set(depths)]
     try:
-        model(input_ids=torch.tensor(np.asarray(input_ids, dtype=np.int64))[None], use_cache=False)
+        ids = torch.tensor(np.asarray(input_ids, dtype=np.int64), device=model.device)
+        stack(input_ids=ids[None], use_cache=False)
     finally:
         for handle in handles:
             handle.remove()

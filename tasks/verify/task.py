@@ -39,7 +39,7 @@ def verify_chunk(
         table: the run's samples.
         examiner: of the run.
         profiles: of the run; accepted samples are added.
-        halt: called with the reason when so much of the chunk failed that the run should stop.
+        halt: called with the reason when so much failed that the run should stop (:mod:`tasks.verify.gate`).
         earlier: the verdict on the first attempt, where this is the second.
     """
     ids_digests = {s.key: digest_ids(table[s.rows[0]].input_ids) for s in chunk.missing}
@@ -56,9 +56,9 @@ def verify_chunk(
         chunk.missing, verdicts, sources, examiner.identity, examiner.audit.table_rows, retried=earlier is not None
     )
     create_table_artifact(rows, key=f"shape-audit-{chunk.name}", description="Shape audit, worst first")
-    if examiner.is_systematic(verdicts):
-        refused = sum(not v.accepted for v in verdicts)
-        halt(f"{refused} of {len(verdicts)} samples of {chunk.name} were refused; see its audit table")
+    if earlier is None and (reason := examiner.gate.judge(chunk.name, verdicts)):
+        logger.error(f"extracting stops: {reason}")
+        halt(reason)
     receipts.clear()  # the future of the extraction would hold them to the end of the run
     return [replace(v, receipts=tuple(r.without_values() for r in v.receipts)) for v in verdicts]
 

@@ -1,12 +1,14 @@
 """What cannot work is refused before anything is loaded, and the message says what to change."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tasks.extract.checks import StartupError, check, check_vllm
+from flows.config import Extraction
+from tasks.extract.checks import StartupError, check, check_gpus, check_vllm
 from tasks.extract.config import Engine
 from tasks.layers import Layers
 from tasks.model import Checkpoint
@@ -80,3 +82,66 @@ def test_versions_that_were_read_are_accepted(version: str) -> None:
 def test_other_versions_are_refused(version: str) -> None:
     with pytest.raises(StartupError, match=r"checked with 0\.25 up to 0\.33 only"):
         check_vllm(version)
+
+
+KIMI = replace(
+    LLAMA,
+    architecture="KimiK25ForConditionalGeneration",
+    config={"text_config": {"kv_lora_rank": 512, "n_routed_experts": 384, "quantization_config": {}}},
+)
+
+
+def on(capability: tuple[int, int], *, nvlink: bool = False, **engine: Any) -> list[str]:
+    extra = {"attention_backend": "TRITON_MLA", "moe_backend": "marlin"} | engine.pop("extra", {})
+    return check_gpus(KIMI, Engine.model_validate(engine | {"extra": extra}), capability, nvlink=nvlink)
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (12, 0)])
+def test_what_was_reported_to_work_passes(capability: tuple[int, int]) -> None:
+    assert on(capability) == []
+
+
+@pytest.mark.parametrize(
+    ("capability", "backend", "where"),
+    [
+        ((12, 0), "FLASH_ATTN_MLA", "only on 9.x"),
+        ((12, 0), "FLASHMLA", "only on 9.x and 10.x"),
+        ((12, 0), "CUTLASS_MLA", "only on 10.x"),
+        ((12, 1), "FLASHINFER_MLA", "only on 10.x"),
+        ((9, 0), "CUTLASS_MLA", "only on 10.x"),
+        ((10, 0), "flash_attn_mla", "only on 9.x"),
+    ],
+)
+def test_attention_that_does_not_run_is_refused(capability: tuple[int, int], backend: str, where: str) -> None:
+    with pytest.raises(StartupError, match=f"does not run on .* {capability[0]}.{capability[1]}, {where}; use TRITON"):
+        on(capability, extra={"attention_backend": backend})
+    with pytest.raises(StartupError, match=where):
+        on(capability, extra={"attention_backend": None, "attention_config": {"backend": backend}})
+
+
+@pytest.mark.parametrize(
+    ("engine", "nvlink", "warning"),
+    [
+        ({"kv_cache_dtype": "fp8_e4m3"}, False, "garbled text"),
+        ({"extra": {"moe_backend": "auto"}}, False, "vLLM's own choice of kernels for packed experts"),
+        ({"extra": {"moe_backend": "cutlass"}}, False, "moe_backend cutlass .*garbage or NaN"),
+        ({"extra": {"enable_expert_parallel": True}}, False, "10 to 20 times slower"),
+        ({"extra": {"enable_expert_parallel": True}}, True, None),
+    ],
+)
+def test_what_was_reported_to_go_wrong_is_warned_of(engine: dict[str, Any], nvlink: bool, warning: str | None) -> None:
+    found = on((12, 0), nvlink=nvlink, **engine)
+    assert len(found) == (warning is not None)
+    if warning is not None:
+        assert re.search(warning, found[0])
+
+
+def test_the_preset_fits_the_gpus_that_it_is_for() -> None:
+    kimi = Extraction.load("kimi-k25").engine
+    assert check_gpus(KIMI, kimi, (12, 0), nvlink=False) == []
+    check(
+        replace(KIMI, num_layers=61, num_attention_heads=64, num_key_value_heads=64, max_position_embeddings=262144),
+        LAYERS,
+        "bfloat16",
+        kimi,
+    )

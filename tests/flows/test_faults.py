@@ -114,7 +114,31 @@ def test_all_faults_are_caught(
         assert "1 rows from row 2" in by_name["one bit of one rank"]
 
 
-def run(directory: Path, lengths: list[int], size: int, **audit: Any) -> tuple[Summary, Any]:
+def test_a_broken_kernel_stops_the_run_at_the_first_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [20, 21, 22, *range(42, 52)]
+    monkeypatch.setenv(SCRIPT, json.dumps(dict.fromkeys(lengths, "NaN from the model")))
+    monkeypatch.setitem(__import__("tasks.extract.engine", fromlist=["WORKERS"]).WORKERS, "cpu", WORKER)
+    summary, state = run(tmp_path, lengths, 1, chunk_tokens=64, stop_share=0.5)
+    assert state.is_failed()
+    assert {v.reason for v in summary.quarantined} == {"model_finite"}
+    assert len(summary.quarantined) == 3, "those of the first chunk, and no sample of a second"
+    assert summary.halted is not None
+    assert "3 of 3 samples up to chunk-0000" in summary.halted
+    assert "Look at the engine's kernels" in summary.halted
+    assert all("model itself computed NaN" in why for why in summary.failed_chunks.values())
+    assert not len(open_store(tmp_path / "store"))
+
+
+def test_what_the_model_goes_on_with_is_told_and_kept(tmp_path: Path) -> None:
+    summary, _ = run(tmp_path, [9, 10], 1)
+    (record,) = open_store(tmp_path / "store").runs()
+    assert summary.continuation.text
+    assert record["started"]["probe"] == str(summary.continuation)
+    assert record["started"]["engine"]["max_num_batched_tokens"] == STEP
+    assert ("the model goes on", str(summary.continuation)) in summary.lines()
+
+
+def run(directory: Path, lengths: list[int], size: int, chunk_tokens: int = 8192, **audit: Any) -> tuple[Summary, Any]:
     """Extract samples of random tokens of these lengths."""
     generator = random.Random(0)
     rows = [{"id": f"row-{n}-{i}", "input_ids": generator.choices(range(256), k=n)} for i, n in enumerate(lengths)]
@@ -126,7 +150,7 @@ def run(directory: Path, lengths: list[int], size: int, **audit: Any) -> tuple[S
             "layers": {"ids": [0, 2, 4, 5], "convention": "output"},
             "dtype": "float32",
             "data": {"path": str(chats), "processes": 1},
-            "chunk_tokens": 8192,  # one chunk, which then has enough clean samples to learn from
+            "chunk_tokens": chunk_tokens,  # by default one, which then has enough clean samples to learn from
             "store": str(directory / "store"),
             "engine": {
                 "tensor_parallel_size": size,

@@ -88,18 +88,6 @@ def test_a_sample_without_receipts_is_refused(identity: Identity) -> None:
     assert verdict.reason == "ranks"
 
 
-@pytest.mark.parametrize(
-    ("refused", "accepted", "share", "stops"),
-    [(8, 7, 0.5, True), (8, 8, 0.5, False), (7, 0, 0.5, False), (100, 0, 1.0, False), (9, 91, 0.05, True)],
-)
-def test_a_run_stops_when_most_of_a_chunk_fails(
-    identity: Identity, refused: int, accepted: int, share: float, stops: bool
-) -> None:
-    examiner = Examiner(read(checkpoint_path("llama")), identity, 1, Audit(stop_share=share))
-    verdicts = [Verdict("k", False, "shape")] * refused + [Verdict("k", True)] * accepted
-    assert examiner.is_systematic(verdicts) is stops
-
-
 def test_a_halted_engine_is_not_started() -> None:
     engine = LazyEngine(None)  # type: ignore[arg-type]
     engine.halt("9 of 10 samples were refused")
