@@ -73,8 +73,15 @@ class Examiner:
         return list(verdicts.values())
 
     def is_systematic(self, verdicts: Sequence[Verdict]) -> bool:
-        """Whether so much of a chunk failed that going on would waste the machine."""
-        refused = sum(not verdict.accepted for verdict in verdicts)
+        """Whether so much of a chunk failed that going on would waste the machine.
+
+        A sample that began with rows of another that failed does not count: it has that one's fault.
+        """
+        failed = {verdict.key for verdict in verdicts if not verdict.accepted}
+        refused = sum(
+            not verdict.accepted and not any(failed & receipt.reused_from.keys() for receipt in verdict.receipts)
+            for verdict in verdicts
+        )
         return refused >= SYSTEMATIC and refused > self.audit.stop_share * len(verdicts)
 
     def _prove(self, receipts: Mapping[str, Sequence[Receipt]]) -> dict[str, Proof]:

@@ -100,6 +100,17 @@ def test_a_run_stops_when_most_of_a_chunk_fails(
     assert examiner.is_systematic(verdicts) is stops
 
 
+def test_one_fault_in_a_shared_prefix_is_one_fault(identity: Identity, chunk: dict[str, Receipt]) -> None:
+    examiner = Examiner(read(checkpoint_path("llama")), identity, 1, Audit(stop_share=0.1))
+    source = Verdict("source", False, "arrival", receipts=(chunk["k0"],))
+    heirs = [
+        Verdict(f"heir-{i}", False, "arrival", receipts=(replace(chunk["k1"], reused=(("source", 5),)),))
+        for i in range(20)
+    ]
+    assert not examiner.is_systematic([source, *heirs])
+    assert examiner.is_systematic(heirs), "here the source was good"
+
+
 def test_a_halted_engine_is_not_started() -> None:
     engine = LazyEngine(None)  # type: ignore[arg-type]
     engine.halt("9 of 10 samples were refused")
