@@ -126,9 +126,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=1, help="tensor parallel size")
     parser.add_argument("--conversations", type=int, default=24)
     parser.add_argument("--stretch", type=int, default=12, help="neighbours in the data set")
-    parser.add_argument(
-        "--longest", type=int, default=600, help="tokens at which samples are cut; 0 for max-model-len"
-    )
+    parser.add_argument("--longest", type=int, default=600, help="tokens at which samples are cut; 0 for max-model-len")
     parser.add_argument("--unshared", action="store_true", help="random prompts of the same number instead")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"])
