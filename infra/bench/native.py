@@ -79,6 +79,9 @@ class NativeEngine:
         while self._engine.has_unfinished_requests():
             paths += [o.kv_transfer_params["hidden_states_path"] for o in self._engine.step() if o.finished]
         assert len(paths) == len(samples)
+        core = getattr(self._engine.engine_core, "engine_core", None)
+        while core is not None and core.scheduler.has_requests():  # in this process, nobody else goes on with the saves
+            self._engine.step()
         while not all(Path(f"{path}.lock").exists() for path in paths):
             time.sleep(0.001)
         for path in paths:  # its writer holds the lock until the file is whole

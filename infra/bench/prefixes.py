@@ -1,7 +1,7 @@
 """Extraction with prefixes reused, beside extraction without and vLLM's own method with prefix caching, in one run.
 
     python -m infra.bench.prefixes                                  # SmolLM2 and a few tool-use conversations on a CPU
-    python -m infra.bench.prefixes --model none --size 2 --conversations 1500 --stretch 1500 --longest 0   # on GPUs
+    python -m infra.bench.prefixes --model none --size 2 --conversations 1500 --first 0 --longest 0   # on GPUs
     python -m infra.bench.prefixes --unshared --skip-native         # prompts that share nothing
 
 The conversations are BFCL's, tool schemas in the prompt, in SmolLM2's tokens. Each round starts the engines anew and
@@ -18,6 +18,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -40,21 +41,21 @@ from tasks.store.stage import STAGE
 from tasks.vocabulary import Chunk, DType, Identity, PlannedSample
 
 FIRST = 1500
-"""Conversations of the data set that the stretches are taken from."""
+"""Conversations of the data set to take from."""
 Samples = Mapping[str, npt.NDArray[np.int32]]
 
 
-def conversations(number: int, stretch: int, longest: int | None) -> list[npt.NDArray[np.int32]]:
-    """Token ids of conversations in evenly spaced stretches, each of neighbours."""
+def conversations(number: int, first: int, longest: int) -> list[npt.NDArray[np.int32]]:
+    """Token ids of neighbours in the data set, from the ``first`` on, among the conversations of at most ``longest``
+    tokens; none is cut, since what tells many of them apart comes last."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2())
     with chats("bfcl").open(encoding="utf-8") as lines:
         rows = [json.loads(line) for _, line in zip(range(FIRST), lines, strict=False)]
-    stretches = number // stretch
-    first = [int((i + 0.5) * FIRST / stretches) - stretch // 2 for i in range(stretches)]
-    chosen = [row for place in first for row in rows[place : place + stretch]]
-    return [np.array(tokenizer.encode(_render(row))[:longest], np.int32) for row in chosen]
+    ids = (np.array(tokenizer.encode(_render(row)), np.int32) for row in rows)
+    fitting = (ids_T for ids_T in ids if len(ids_T) <= longest)
+    return list(islice(fitting, first, first + number))
 
 
 def _render(row: dict[str, Any]) -> str:
@@ -126,9 +127,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=1, help="tensor parallel size")
     parser.add_argument("--conversations", type=int, default=24)
     parser.add_argument("--stretch", type=int, default=12, help="neighbours in the data set")
-    parser.add_argument(
-        "--longest", type=int, default=1000, help="tokens at which samples are cut; 0 for max-model-len"
-    )
+    parser.add_argument("--longest", type=int, default=600, help="tokens at which samples are cut; 0 for max-model-len")
     parser.add_argument("--unshared", action="store_true", help="random prompts of the same number instead")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"])
@@ -187,7 +186,7 @@ def main() -> None:
     if args.unshared:
         tokens = prompts(args.conversations, longest // 2, longest, checkpoint.vocab_size, 1)
     else:
-        tokens = conversations(args.conversations, args.stretch, longest)
+        tokens = conversations(args.conversations, args.first, longest)
     samples = {identity.key(ids_T): ids_T for ids_T in tokens}
     count = sum(map(len, samples.values()))
     arranged = plan(samples, args.chunk_tokens, True)

@@ -6,7 +6,7 @@ relative to the store, with forward slashes.
 
 import os
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -79,6 +79,9 @@ class Backend(Files, Protocol):
 
         An object store may look for samples only, not for each of their files, where there are very many.
         """
+
+    def shared_file(self, path: str) -> Hashable | None:
+        """What tells the file apart that is behind this path and others; None if it has no other, or is not there."""
 
     def shared_bytes(self, expected: Iterable[Expected]) -> int:
         """Bytes that the samples' files would take besides, if none were a link to another's."""

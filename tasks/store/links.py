@@ -42,7 +42,7 @@ class Links:
         self.directory = directory
         self.possible = True
         self._known: dict[str, tuple[int, int]] = {}
-        self._turns = [threading.Lock() for _ in range(64)]
+        self._turns = [threading.Lock() for _ in range(1024)]
 
     def share(self, name: str, path: str, write: Callable[[], tuple[int, int]]) -> tuple[int, int]:
         """Make ``path`` a link to the chunk of this name; the first one is written there and offered to others.

@@ -7,7 +7,7 @@ import os
 import shutil
 import uuid
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import google_crc32c
@@ -188,6 +188,13 @@ class LocalBackend:
                     yield key
         finally:
             os.close(samples)
+
+    def shared_file(self, path: str) -> Hashable | None:
+        try:
+            status = os.stat(f"{self.root}/{path}")  # noqa: PTH116
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return (status.st_dev, status.st_ino) if status.st_nlink > 1 else None
 
     def shared_bytes(self, expected: Iterable[Expected]) -> int:
         if self.links is None or all(status.st_nlink <= 2 for _, status in self.links.entries()):

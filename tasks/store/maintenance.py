@@ -1,7 +1,8 @@
 """What people do to a store after a run: verify, stats, repair, gc; and the check of room before one."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -169,7 +170,7 @@ def verify(
     set_aside: bool = False,
     progress: Progress | None = None,
 ) -> Verification:
-    """Read every file of every sample and compare it with what was committed.
+    """Read every file of every sample and compare it with what was committed; one that samples share is read once.
 
     Args:
         url: The store; it may be written to meanwhile, unless ``set_aside``.
@@ -191,11 +192,23 @@ def verify(
     keys = list(dict.fromkeys([*listed, *_keys_present(backend)]))
     passed = set(resume.read_text().split()) if resume and resume.exists() else set()
 
+    whole: set[tuple[Hashable, int, int]] = set()
+    lock = threading.Lock()
+
     def check(key: str) -> Record | str | None:
         try:
             record = load_record(backend, key, identity)
-            for _ in checked_files(backend, record):
-                pass
+            nbytes = record.nbytes
+            shared = {}
+            for path, (size, crc) in record.objects.items():
+                if (file := backend.shared_file(f"{sample_path(key)}/{path}")) is not None:
+                    shared[path] = (file, size, crc)
+            unread = [path for path in record.objects if path not in shared or shared[path] not in whole]
+            for _, content in checked_files(backend, record, unread):
+                nbytes += len(content)
+            with lock:
+                whole.update(shared.values())
+                found.nbytes += nbytes
         except FileNotFoundError:
             return "its directory or its zarr.json is missing" if key in listed else None
         except DamagedSample as error:
@@ -216,7 +229,6 @@ def verify(
                 if backend.sizes(sample_path(key)):
                     found.leftovers.append(key)
             else:
-                found.nbytes += sum(outcome.sizes)
                 if key not in listed:
                     found.unrecorded.append(key)
                 if log:

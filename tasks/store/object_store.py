@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -169,6 +169,9 @@ class ObjectBackend:
             for key, files, sizes in expected
             if any(present.get(f"{key}/{file}") != size for file, size in zip(files, sizes, strict=True))
         ]
+
+    def shared_file(self, path: str) -> Hashable | None:
+        return None
 
     def shared_bytes(self, expected: Iterable[Expected]) -> int:
         return 0

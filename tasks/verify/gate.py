@@ -38,9 +38,9 @@ class Gate:
             if not was_open:
                 self._seen += verdicts
                 verdicts = list(self._seen)
-            refused = [verdict for verdict in verdicts if not verdict.accepted]
+            refused = _own_faults(verdicts)
             too_many = len(refused) > self._share * len(verdicts)
-            if not was_open and len(refused) < len(verdicts) and not too_many:
+            if not was_open and any(verdict.accepted for verdict in verdicts) and not too_many:
                 self.is_open = True
                 self._seen.clear()
         if not too_many or len(refused) < (SYSTEMATIC if was_open else AT_FIRST):
@@ -52,3 +52,13 @@ class Gate:
             f"{len(refused)} of {len(verdicts)} samples {where} were refused, {count} of them by {reason}: {example}; "
             "see the audit table"
         )
+
+
+def _own_faults(verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """The samples that failed; a sample that began with rows of one that failed has that one's fault."""
+    failed = {verdict.key for verdict in verdicts if not verdict.accepted}
+    return [
+        verdict
+        for verdict in verdicts
+        if not verdict.accepted and not any(failed & receipt.reused_from.keys() for receipt in verdict.receipts)
+    ]

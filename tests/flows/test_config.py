@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from flows.config import PRESETS, ConfigError, Extraction
 from flows.extract import extract
+from tasks.extract.config import Engine
 from tasks.vocabulary import Identity
 
 MINIMAL: dict[str, Any] = {
@@ -105,3 +106,10 @@ def test_values_that_decide_states_are_part_of_the_identity() -> None:
     assert identity(kv_cache_dtype="fp8").digest != plain
     assert identity(load_format="dummy").digest != plain
     assert identity(extra={"hf_overrides": {"rope_theta": 1.0}}).digest != plain
+
+
+@pytest.mark.parametrize(("written", "meant"), [("on", "on"), ("off", "off"), ("auto", "auto"), ("'on'", "on")])
+def test_on_and_off_mean_what_they_say_in_yaml(written: str, meant: str) -> None:
+    engine = Engine.model_validate(yaml.safe_load(f"reuse_prefixes: {written}"))
+    assert engine.reuse_prefixes == meant
+    assert engine.numerics == {}

@@ -1,5 +1,9 @@
 """Samples that begin alike stand together; nothing else of them changes."""
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,7 +11,9 @@ from hypothesis import strategies as st
 
 from tasks.plan.chunks import split
 from tasks.plan.prefixes import BLOCK, arrange, known_share, reuses_prefixes
+from tasks.plan.task import plan_chunks
 from tasks.prefixes import prefix_names
+from tasks.samples import Sample, SampleTable, SampleTableWriter
 from tasks.vocabulary import Chunk, PlannedSample
 
 #: A sample as a path of blocks, and tokens behind the last whole one.
@@ -90,3 +96,32 @@ def test_equal_names_mean_equal_prefixes(a: list[int], b: list[int], block: int)
     for i, (x, y) in enumerate(names):
         stop = (i + 1) * block
         assert (x == y) == (a[:stop] == b[:stop])
+
+
+def plan(directory: Path, rows: list[list[int]], mode: str) -> list[Chunk]:
+    """The plan of a run over these samples, none of which is in the store."""
+    path = directory / "table"
+    with SampleTableWriter(path) as writer:
+        writer.add(
+            Sample(f"s{i}", f"k{i}", np.array(row, np.int32), np.ones(len(row), bool)) for i, row in enumerate(rows)
+        )
+    store: Any = SimpleNamespace(missing=lambda planned: [key for key, _ in planned])
+    found: list[Chunk] = plan_chunks.fn(SampleTable(path), store, 4096, mode)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("mode", "shared", "reused"),
+    [("auto", True, True), ("auto", False, False), ("on", False, True), ("off", True, False)],
+)
+def test_prefixes_are_reused_where_that_is_worthwhile_or_asked_for(
+    tmp_path: Path, mode: str, shared: bool, reused: bool
+) -> None:
+    random = np.random.default_rng(0)
+    prefix = random.integers(0, 99, 200).tolist()
+    rows = [(prefix if shared else []) + random.integers(0, 99, 100 + i).tolist() for i in range(5)]
+    chunks = plan(tmp_path, rows, mode)
+    assert reuses_prefixes(chunks) is reused
+    assert sorted(s.key for chunk in chunks for s in chunk.missing) == [f"k{i}" for i in range(5)]
+    lengths = [s.num_tokens for s in chunks[0].samples]
+    assert lengths == sorted(lengths, reverse=not reused)

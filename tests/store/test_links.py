@@ -89,6 +89,7 @@ def test_equal_chunks_are_one_file(tmp_path: Path) -> None:
     files = [file.stat() for directory in directories for file in directory.rglob("*") if file.is_file()]
     assert found.stored_bytes == sum(file.st_size for file in files)
     assert found.disk_bytes == sum({file.st_ino: file.st_size for file in files}.values())
+    assert verify(tmp_path / "s", workers=1).nbytes == found.disk_bytes, "each is read once"
 
 
 def test_a_later_run_links_to_what_is_there(tmp_path: Path) -> None:

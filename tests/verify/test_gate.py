@@ -5,6 +5,7 @@ import pytest
 from tasks.verify.config import Audit
 from tasks.verify.gate import Gate
 from tasks.vocabulary import Verdict
+from tests.verify.test_judge import receipt
 
 NAN = "the model itself computed NaN"
 
@@ -73,3 +74,11 @@ def test_the_reason_names_the_most_frequent_fault_with_an_example() -> None:
     assert reason == (
         f"10 of 11 samples of chunk-7 were refused, 9 of them by model_finite: {NAN}; see the audit table"
     )
+
+
+def test_one_fault_in_a_shared_prefix_is_one_fault() -> None:
+    source = Verdict("source", False, "arrival", "changed")
+    heir = receipt(0, reused=(("source", 5),))
+    heirs = [Verdict(f"heir-{i}", False, "arrival", "changed", receipts=(heir,)) for i in range(20)]
+    assert opened(0.1).judge("chunk-9", [source, *heirs]) is None
+    assert opened(0.1).judge("chunk-9", heirs) is not None, "here the source was good"
