@@ -8,7 +8,6 @@ through ``collective_rpc``; arguments and results are plain values.
 import contextlib
 import os
 import pkgutil
-import select
 import signal
 import threading
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from tasks.extract.step import MisshapenStep, SeamError, Span, Step, check_step,
 from tasks.extract.transfer import DirectTransfer, PinnedRing, Place, Transfer
 from tasks.extract.witness import Witness
 from tasks.extract.writer import Writer
+from tasks.processes import when_gone
 from tasks.report.log import logger
 
 OWNER_VARIABLE = "LAYERTAP_OWNER_PID"
@@ -37,17 +37,15 @@ def watch_owner() -> None:
     owner = int(os.environ.get(OWNER_VARIABLE, "0"))
     if not owner or owner == os.getpid():
         return
-    descriptor = os.pidfd_open(owner)
     parent = os.getppid()
 
-    def wait() -> None:
-        select.select([descriptor], [], [])  # a process descriptor becomes readable when the process ends
+    def end() -> None:
         if parent not in (1, owner):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(parent, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=wait, name="layertap-owner-watch", daemon=True).start()
+    when_gone(owner, end)
 
 
 class CaptureMixin:

@@ -4,6 +4,7 @@ All calls into vLLM happen on one thread that lives as long as the engine; calle
 wait for their futures. While one job's last samples are still being written, the next job's are being computed.
 """
 
+import contextvars
 import os
 import queue
 import tempfile
@@ -21,7 +22,10 @@ from tasks.digest import differing_rows
 from tasks.extract.capture import OWNER_VARIABLE
 from tasks.extract.checks import StartupError, vllm_version
 from tasks.extract.config import Engine
+from tasks.extract.logs import Receiver
+from tasks.faults import PassingFault
 from tasks.model import Checkpoint
+from tasks.report.log import logger
 from tasks.verify.diagnose import Expected, explain
 from tasks.vocabulary import DType, Receipt, RowEvidence, digest_ids
 
@@ -36,8 +40,12 @@ WORKERS = {
 }
 
 
-class EngineDied(RuntimeError):
+class EngineDied(PassingFault):
     """The engine's process ended or stopped answering; what was not committed must be extracted again."""
+
+
+class EngineClosed(RuntimeError):
+    """The engine was shut down before it came to this job; nothing is wrong with it, the run ends."""
 
 
 class CaptureBroken(StartupError):
@@ -97,7 +105,10 @@ class CaptureEngine:
         self._started: Future[None] = Future()
         self._stopping = threading.Event()
         self._dead: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="layertap-engine", daemon=True)
+        self._logs: Receiver | None = None
+        # What the engine logs belongs to the run that made it.
+        run = contextvars.copy_context().run
+        self._thread = threading.Thread(target=run, args=(self._run,), name="layertap-engine", daemon=True)
 
     def start(self) -> Self:
         """Load the model and prove the capture on probe samples; returns when the engine is ready."""
@@ -114,9 +125,9 @@ class CaptureEngine:
         return self._dead is None and not self._stopping.is_set()
 
     def submit(self, job: Job) -> Future[dict[str, list[Receipt]]]:
-        """Queue a job; its future fails with :class:`EngineDied` when the engine ends before the job does."""
+        """Queue a job; its future fails with :class:`EngineDied` or :class:`EngineClosed` if the engine ends first."""
         if not self.alive:
-            job.receipts.set_exception(EngineDied("the engine is not running"))
+            job.receipts.set_exception(EngineDied("the engine is not running") if self._dead else EngineClosed("too late"))
         else:
             self._jobs.put(job)
         return job.receipts
@@ -144,9 +155,15 @@ class CaptureEngine:
                 self._started.set_exception(error)
         finally:
             self._stopping.set()
-            if vllm_engine is not None:
-                self._unload(vllm_engine)
-            self._fail(active)
+            try:
+                if vllm_engine is not None:
+                    self._unload(vllm_engine)
+            except Exception as error:
+                logger.warning(f"the engine did not shut down in order: {error}")
+            finally:
+                if self._logs is not None:
+                    self._logs.close()
+                self._fail(active)
 
     def _fail(self, active: list[Job]) -> None:
         while not self._jobs.empty():
@@ -156,9 +173,9 @@ class CaptureEngine:
         for job in active:
             if not job.receipts.done():
                 cause = self._dead
-                error = EngineDied(f"the engine ended: {cause}" if cause else "the engine was shut down")
-                error.__cause__ = cause
-                job.receipts.set_exception(error)
+                died = EngineDied(f"the engine ended: {cause}") if cause else EngineClosed("the engine was shut down")
+                died.__cause__ = cause
+                job.receipts.set_exception(died)
 
     def _load(self) -> Any:
         spec, engine = self.spec, self.spec.engine
@@ -168,6 +185,7 @@ class CaptureEngine:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        self._logs = Receiver()
 
         from vllm.platforms import current_platform
 
@@ -213,17 +231,21 @@ class CaptureEngine:
         except (TypeError, ValueError) as error:
             raise StartupError(f"vLLM {vllm_version()} refused the engine's arguments: {error}") from error
         writers = engine.tensor_parallel_size if engine.writing_ranks == "all" else 1
-        self.ranks = vllm_engine.collective_rpc(
-            "layertap_open",
-            args=(
-                spec.stage,
-                dict(spec.stage_spec),
-                -(-engine.writer_threads // writers),
-                int(engine.staging_gib * 2**30) // writers,
-                engine.ring_slots,
-                writers > 1,
-            ),
-        )
+        try:
+            self.ranks = vllm_engine.collective_rpc(
+                "layertap_open",
+                args=(
+                    spec.stage,
+                    dict(spec.stage_spec),
+                    -(-engine.writer_threads // writers),
+                    int(engine.staging_gib * 2**30) // writers,
+                    engine.ring_slots,
+                    writers > 1,
+                ),
+            )
+        except BaseException:
+            vllm_engine.engine_core.shutdown()
+            raise
         return vllm_engine
 
     def _unload(self, vllm_engine: Any) -> None:

@@ -1,5 +1,6 @@
 """The extraction of one chunk as a Prefect task, and the engine that all chunks of a run share."""
 
+import contextvars
 import threading
 from types import TracebackType
 from typing import Any
@@ -8,14 +9,19 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.states import Completed
 
+from tasks.extract.checks import StartupError
 from tasks.extract.config import Engine
-from tasks.extract.engine import CaptureEngine, EngineSpec, Job
+from tasks.extract.engine import CaptureEngine, EngineClosed, EngineDied, EngineSpec, Job
+from tasks.faults import RETRIES
 from tasks.model import Checkpoint
+from tasks.report.log import logger
 from tasks.report.progress import Progress
 from tasks.samples import SampleTable
 from tasks.store.stage import STAGE
 from tasks.store.store import Store
 from tasks.vocabulary import Chunk, Identity, StagingFailure
+
+FAILED_STARTS = 3  # in a row, after which the engine is not started again
 
 
 class Halted(RuntimeError):
@@ -29,7 +35,10 @@ class LazyEngine:
         self.spec = spec
         self.halted: str | None = None
         self._engine: CaptureEngine | None = None
+        self._failed_starts = 0
+        self._closed = False
         self._lock = threading.Lock()
+        self._context = contextvars.copy_context()
 
     def halt(self, reason: str) -> None:
         """Extract nothing more, since what comes out is wrong."""
@@ -40,13 +49,35 @@ class LazyEngine:
 
         Raises:
             Halted: it was told to extract nothing more.
+            StartupError: the engine cannot be started as configured.
+            EngineDied: it ended while it was being started.
         """
-        if self.halted:
-            raise Halted(self.halted)
         with self._lock:
+            if self.halted:
+                raise Halted(self.halted)
+            if self._closed:
+                raise EngineClosed("the run ends")
             if self._engine is None or not self._engine.alive:
-                self._engine = CaptureEngine(self.spec).start()
+                self._restart()
+            assert self._engine is not None
             return self._engine
+
+    def _restart(self) -> None:
+        if self._engine is not None:
+            logger.warning("the engine died; starting another")
+            self._engine.shutdown()  # the devices must be free before the next one loads
+        # In the run's own context: the engine outlives the task that happens to need it first.
+        self._engine = self._context.run(CaptureEngine, self.spec)
+        try:
+            self._engine.start()
+        except Exception as error:
+            self._failed_starts += 1
+            if isinstance(error, StartupError) or self._failed_starts == FAILED_STARTS:
+                self.halt(f"the engine does not start: {error}")
+            if isinstance(error, StartupError):
+                raise
+            raise EngineDied(f"the engine does not start: {error}") from error
+        self._failed_starts = 0
 
     @property
     def started(self) -> CaptureEngine | None:
@@ -59,6 +90,7 @@ class LazyEngine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._closed = True
         if self._engine is not None:
             self._engine.shutdown()
 
@@ -68,7 +100,7 @@ def engine_spec(checkpoint: Checkpoint, identity: Identity, engine: Engine, stor
     return EngineSpec(checkpoint, identity.depths, identity.dtype, engine, STAGE, store.spec.to_dict())
 
 
-@task(name="extract", task_run_name="extract {chunk.name}", cache_policy=NO_CACHE, persist_result=False)
+@task(name="extract", task_run_name="extract {chunk.name}", cache_policy=NO_CACHE, persist_result=False, **RETRIES)
 def extract_chunk(
     chunk: Chunk, table: SampleTable, store: Store, engine: LazyEngine, progress: Progress, suspect: bool = False
 ) -> Any:
@@ -85,7 +117,7 @@ def extract_chunk(
     job = Job(
         directory=store.staging(),
         samples={sample.key: table[sample.rows[0]].input_ids for sample in chunk.missing},
-        on_sample=lambda key, num_tokens: None if suspect else progress.advance(num_tokens),
+        on_sample=lambda key, num_tokens: None if suspect else progress.advance(key, num_tokens),
         suspect=suspect,
     )
     receipts = running.submit(job).result()
