@@ -4,14 +4,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from prefect import flow, runtime
+from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.futures import PrefectFuture, wait
 from prefect.states import Completed, Failed
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.config import Extraction
-from flows.worker import end_with_worker
+from flows.run import begin
 from tasks.extract.checks import check
 from tasks.extract.task import LazyEngine, engine_spec, extract_chunk
 from tasks.model import resolve
@@ -57,9 +57,8 @@ def extract(
     Returns:
         A state with a :class:`tasks.report.summary.Summary`; Failed unless all samples are in the store.
     """
-    end_with_worker()
+    run = begin()
     wanted = extraction.overridden(dataset=dataset, limit=limit, store=store, chunk_tokens=chunk_tokens)
-    run = runtime.flow_run.name or "extract"
     checkpoint = resolve(wanted.model)
     check(checkpoint, wanted.layers, wanted.dtype, wanted.engine)
     identity = wanted.identity(checkpoint)

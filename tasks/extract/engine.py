@@ -127,7 +127,9 @@ class CaptureEngine:
     def submit(self, job: Job) -> Future[dict[str, list[Receipt]]]:
         """Queue a job; its future fails with :class:`EngineDied` or :class:`EngineClosed` if the engine ends first."""
         if not self.alive:
-            job.receipts.set_exception(EngineDied("the engine is not running") if self._dead else EngineClosed("too late"))
+            job.receipts.set_exception(
+                EngineDied("the engine is not running") if self._dead else EngineClosed("too late")
+            )
         else:
             self._jobs.put(job)
         return job.receipts

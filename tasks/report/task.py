@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +34,7 @@ PROGRESS_SECONDS = 3.0  # between two updates of what the UI shows
 @contextmanager
 def progress_shown(progress: Progress) -> Iterator[None]:
     """Show a run's progress on its page in the Prefect UI until the context ends."""
-    artifact = create_progress_artifact(progress.percent, key="extraction-progress", description=progress.line())
+    artifact: Any = create_progress_artifact(progress.percent, key="extraction-progress", description=progress.line())
     ended = threading.Event()
 
     def show() -> None:
