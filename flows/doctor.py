@@ -62,7 +62,7 @@ def _ui(address: str) -> Iterator[Problem]:
         port = urlsplit(address).port
         yield Problem(
             f"the pages of the UI ask for data at {asks}, but the server is at {address}: they stay empty",
-            f"start the server with PREFECT_SERVER_API_PORT={port}, or with PREFECT_UI_API_URL={address} behind a proxy",
+            f"start the server with PREFECT_SERVER_API_PORT={port}; behind a proxy, with PREFECT_UI_API_URL={address}",
         )
 
 

@@ -11,7 +11,10 @@ class PassingFault(RuntimeError):
 
 def may_pass(_task: Any, _run: Any, state: Any) -> bool:
     """Prefect's condition for a retry: the storage or the engine failed. A wrong shape or value stays what it is."""
-    return isinstance(state.data, PassingFault | StagingFailure | OSError)
+    fault = state.data
+    if isinstance(fault, StagingFailure):
+        return not fault.lasting
+    return isinstance(fault, PassingFault | OSError)
 
 
 #: Options of tasks whose faults may pass; the waits are drawn out by up to a half, so that chunks do not come back at

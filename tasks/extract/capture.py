@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tasks.extract.assemble import Assembler, RowSummary
+from tasks.extract.logs import forward_own
 from tasks.extract.step import MisshapenStep, SeamError, Span, Step, check_step, read_step
 from tasks.extract.transfer import DirectTransfer, PinnedRing, Place, Transfer
 from tasks.extract.witness import Witness
@@ -29,10 +30,11 @@ OWNER_VARIABLE = "LAYERTAP_OWNER_PID"
 """Environment variable with the process id of the flow; the engine's processes end when that process does."""
 
 
-def watch_owner() -> None:
-    """End this process, and the engine process above it, as soon as the flow's process is gone.
+def serve_owner() -> None:
+    """Tie this process to the flow's, where it is another: log there, and end when it is gone.
 
-    A flow that is killed cannot shut its engine down; the engine would keep its memory for ever.
+    A flow that is killed cannot shut its engine down; the engine would keep its memory for ever. The engine process
+    above this one ends too.
     """
     owner = int(os.environ.get(OWNER_VARIABLE, "0"))
     if not owner or owner == os.getpid():
@@ -46,6 +48,7 @@ def watch_owner() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     when_gone(owner, end)
+    forward_own()
 
 
 class CaptureMixin:
@@ -59,7 +62,7 @@ class CaptureMixin:
         device: torch.device
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        watch_owner()
+        serve_owner()
         self._open = False
         super().__init__(*args, **kwargs)
 

@@ -174,10 +174,15 @@ class CaptureEngine:
                 active.append(job)
         for job in active:
             if not job.receipts.done():
-                cause = self._dead
-                died = EngineDied(f"the engine ended: {cause}") if cause else EngineClosed("the engine was shut down")
-                died.__cause__ = cause
-                job.receipts.set_exception(died)
+                job.receipts.set_exception(self._end())
+
+    def _end(self) -> Exception:
+        """Why the engine takes no jobs any more."""
+        if self._dead is None:
+            return EngineClosed("the engine was shut down")
+        died = EngineDied(f"the engine ended: {self._dead}")
+        died.__cause__ = self._dead
+        return died
 
     def _load(self) -> Any:
         spec, engine = self.spec, self.spec.engine

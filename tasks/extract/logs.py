@@ -47,7 +47,6 @@ def forward_own() -> None:
     """In a process of the engine: let this project's records take the same way as vLLM's."""
     if not any(isinstance(handler, Forwarder) for handler in logger.handlers):
         logger.addHandler(Forwarder())
-        logger.setLevel(logging.INFO)
 
 
 class Receiver:

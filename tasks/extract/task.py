@@ -121,7 +121,8 @@ def extract_chunk(
         suspect=suspect,
     )
     receipts = running.submit(job).result()
-    refused = [r.error for of_sample in receipts.values() for r in of_sample if r.storage_failed]
+    refused = [r for of_sample in receipts.values() for r in of_sample if r.storage_failed]
     if refused:
-        raise StagingFailure(refused[0])
+        lasting = any(r.storage_failed == "lasting" for r in refused)
+        raise StagingFailure(refused[0].error or "", lasting=lasting)
     return Completed(message=f"{len(chunk.missing)} extracted, {reused} reused", data=receipts)
