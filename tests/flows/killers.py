@@ -16,7 +16,7 @@ from tasks.store.errors import storage_failures
 from tasks.store.stage import stage_states
 
 SITE = "LAYERTAP_TEST_SITE"
-SECONDS = 120  # no script needs longer; a test that has gone wrong should end
+SECONDS = 300  # no script needs longer; a test that has gone wrong should end
 
 
 def stage(directory: Any, key: str, spec: Any, states_LTH: Any, input_ids: Any) -> Any:

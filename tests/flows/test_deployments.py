@@ -1,15 +1,21 @@
-"""Deployments as a user has them: set up by the script, started by the command line, run by a worker, killed, retried."""
+"""Deployments as a user has them: set up by the script, run by a worker, killed, retried, and shown in the UI."""
 
 import json
+import os
 import re
+import socket
+import sqlite3
+import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import pytest
+import yaml
 
 from flows.config import Extraction
 from flows.doctor import examine
@@ -18,7 +24,8 @@ from tasks.store import open as open_store
 from tasks.store.maintenance import verify
 from tests.browser import browser
 from tests.checkpoints import checkpoint_path
-from tests.flows.site import Site
+from tests.flows.postgresql import count, postgresql
+from tests.flows.site import ROOT, Site
 
 pytestmark = pytest.mark.engine
 
@@ -310,3 +317,61 @@ def test_a_browser_shows_the_run_a_chunk_s_audit_and_the_summary(
         window.open(f"{page}/runs/flow-run/{failed[0]}?tab=TaskRuns")
         shows("Cached")
         window.screenshot(OUTPUT / "ui-run-retried.png")
+
+
+# --- other servers
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def test_all_of_it_by_one_script_with_postgresql(survivor: tuple[str, Extraction], tmp_path: Path) -> None:
+    """The script starts the server, too; here on PostgreSQL. The store is full, so no engine is needed."""
+    port = free_port()
+    with postgresql(free_port()) as database:
+        place = Site(f"http://127.0.0.1:{port}", tmp_path)
+        address = place.environment.pop("PREFECT_API_URL")
+        place.environment |= {
+            "LAYERTAP_PORT": str(port),
+            "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"postgresql+asyncpg://{database}",
+        }
+        try:
+            script = place.deploy()
+            place.wait(place.worker_started)
+            assert f"export PREFECT_API_URL={address}" in (tmp_path / "deploy-0.log").read_text()
+            place.environment["PREFECT_API_URL"] = address
+            doctor = place.run(sys.executable, "-m", "flows.cli", "doctor", "--prefect")
+            assert (doctor.returncode, "Prefect is set up" in doctor.stdout) == (0, True), doctor.stdout
+            place.add_scripted()
+            run = place.start(survivor[1])
+            assert place.ended(run) == ("Completed", f"0 extracted, {len(LENGTHS)} reused")
+            assert {chunk["state_name"] for chunk in place.chunks(run).values()} == {"Cached"}
+            assert count(database, "flow_run") == 1
+            assert count(database, "task_run") == 6, "tokenize, plan, three chunks and the report"
+            assert count(database, "deployment") == 5
+            script.terminate()
+            assert script.wait(timeout=120) == 143
+            place.wait(lambda: not place.leftovers())
+        finally:
+            place.close()
+
+
+def test_a_run_with_a_server_of_its_own_loses_no_record(survivor: tuple[str, Extraction], tmp_path: Path) -> None:
+    """As `layertap extract` runs without PREFECT_API_URL, in a directory that is not the project's."""
+    values = survivor[1].model_dump(mode="json") | {"chunk_tokens": 1}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(values))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    environment |= {"PREFECT_HOME": str(tmp_path / "prefect"), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "flows.cli", "extract", "mine.yaml"]
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "flow-run" not in ended.stderr, "a server that is gone has no page to open"
+    with closing(sqlite3.connect(tmp_path / "prefect" / "prefect.db")) as database:
+        states = database.execute("select state_type, count(*) from task_run group by 1").fetchall()
+        assert states == [("COMPLETED", 3 + len(LENGTHS))], "tokenize, plan, report and one task for each chunk"
+        assert database.execute("select state_name from flow_run").fetchall() == [("Completed",)]
+        assert database.execute("select count(*) from artifact where key = 'extraction-summary'").fetchone() == (1,)
+        assert database.execute("select count(*) from log where name = 'layertap'").fetchone()[0] > 0
