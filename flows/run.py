@@ -13,7 +13,7 @@ from prefect.events.worker import EventsWorker
 from prefect.logging.handlers import APILogWorker
 from prefect.settings import get_current_settings
 
-from tasks.processes import when_gone
+from tasks.processes import Process
 from tasks.report.log import logger
 
 SETTLE_SECONDS = 30.0
@@ -49,7 +49,7 @@ def _end_with_worker() -> None:
     # Set by Prefect in processes that it starts for one flow run each.
     if "PREFECT__FLOW_RUN_ID" in os.environ:
         # Prefect reports the run as Crashed at this signal, and the flow's context managers shut the engine down.
-        when_gone(os.getppid(), lambda: os.kill(os.getpid(), signal.SIGTERM))
+        Process(os.getppid()).when_gone(lambda: os.kill(os.getpid(), signal.SIGTERM))
 
 
 def settle(flow_run: UUID) -> None:

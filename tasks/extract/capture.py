@@ -5,10 +5,8 @@ rows on their way to host memory, assembly and staging. Methods named ``layertap
 through ``collective_rpc``; arguments and results are plain values.
 """
 
-import contextlib
 import os
 import pkgutil
-import signal
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +21,7 @@ from tasks.extract.step import MisshapenStep, SeamError, Span, Step, check_step,
 from tasks.extract.transfer import DirectTransfer, PinnedRing, Place, Transfer
 from tasks.extract.witness import Witness
 from tasks.extract.writer import Writer
-from tasks.processes import when_gone
+from tasks.processes import Process
 from tasks.report.log import logger
 
 OWNER_VARIABLE = "LAYERTAP_OWNER_PID"
@@ -33,21 +31,21 @@ OWNER_VARIABLE = "LAYERTAP_OWNER_PID"
 def serve_owner() -> None:
     """Tie this process to the flow's, where it is another: log there, and end when it is gone.
 
-    A flow that is killed cannot shut its engine down; the engine would keep its memory for ever. The engine process
-    above this one ends too.
+    A flow that is killed cannot shut its engine down; the engine would keep its memory for ever. A rank also ends with
+    the engine process between it and the flow, at once, as nothing that it holds is of use any more.
     """
     owner = int(os.environ.get(OWNER_VARIABLE, "0"))
     if not owner or owner == os.getpid():
         return
-    parent = os.getppid()
+    itself, above = Process(os.getpid()), Process(os.getppid())
+    above.when_gone(itself.kill)
+    if above.pid != owner:
 
-    def end() -> None:
-        if parent not in (1, owner):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(parent, signal.SIGKILL)
-        os.kill(os.getpid(), signal.SIGKILL)
+        def end() -> None:
+            above.kill()
+            itself.kill()
 
-    when_gone(owner, end)
+        Process(owner).when_gone(end)
     forward_own()
 
 
@@ -182,6 +180,7 @@ class CaptureMixin:
         return {
             "rank": self.rank,
             "world_size": self._world_size,
+            "processes": [os.getpid(), os.getppid()],
             "hidden_size": hidden_size,
             "dtype": str(dtype).removeprefix("torch."),
             "model_runner": type(self.model_runner).__module__ + "." + type(self.model_runner).__name__,

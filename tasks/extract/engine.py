@@ -10,9 +10,11 @@ import queue
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from time import monotonic
 from typing import Any, Self
 
 import numpy as np
@@ -25,12 +27,15 @@ from tasks.extract.config import Engine
 from tasks.extract.logs import Receiver
 from tasks.faults import PassingFault
 from tasks.model import Checkpoint
+from tasks.processes import Process
 from tasks.report.log import logger
 from tasks.verify.diagnose import Expected, explain
 from tasks.vocabulary import DType, Receipt, RowEvidence, digest_ids
 
 POLL_SECONDS = 0.02  # how often receipts that are still being written are asked for
 ADMIT_STEPS = 4  # samples for this many engine steps are kept waiting inside the engine
+# How long vLLM may take to give the engine's thread back, from the end of the first of its processes.
+END_SECONDS, ABANDON_SECONDS = 60.0, 5.0  # in order; after one of them died
 EVIDENCE_ROWS = 32  # rows of a sample whose values are compared where ranks disagree
 
 #: vLLM's workers with the capture, by platform.
@@ -105,6 +110,9 @@ class CaptureEngine:
         self._started: Future[None] = Future()
         self._stopping = threading.Event()
         self._dead: BaseException | None = None
+        self._active: list[Job] = []
+        self._processes: list[Process] = []
+        self._lost_at: float | None = None
         self._logs: Receiver | None = None
         # What the engine logs belongs to the run that made it.
         run = contextvars.copy_context().run
@@ -138,23 +146,57 @@ class CaptureEngine:
         """End the engine and its processes; jobs that are not finished fail. Safe to call twice."""
         self._stopping.set()
         self._jobs.put(None)
-        if self._thread.ident is not None:
-            self._thread.join()
+        if self._thread.ident is None:
+            return
+        while self._thread.is_alive():
+            self._thread.join(0.1)
+            limit = END_SECONDS if self._dead is None else ABANDON_SECONDS
+            if self._lost_at is not None and monotonic() - self._lost_at > limit:
+                # A thread inside vLLM that waits for an answer of a process that was killed never comes back.
+                logger.warning("vLLM did not notice the end of its processes; its thread is left behind")
+                break
+        for process in self._processes:
+            process.kill()
+            process.gone(END_SECONDS)
+        self._close_logs()
+
+    def _watch(self) -> None:
+        """Notice the end of a process of the engine, of which vLLM does not in all cases tell who waits for it."""
+        own = os.getpid()
+        pids = {pid for told in self.ranks for pid in told["processes"]} if not self.spec.engine.in_process else set()
+        try:
+            self._processes = [Process(pid) for pid in pids - {own}]
+        except ProcessLookupError as error:
+            raise EngineDied("one of its processes ended while it was started") from error
+        for process in self._processes:
+            process.when_gone(self._lose)
+
+    def _lose(self) -> None:
+        self._lost_at = self._lost_at or monotonic()
+        if self._stopping.is_set():
+            return  # as it should be
+        self._dead = self._dead or EngineDied("one of its processes ended")
+        self._stopping.set()
+        for process in self._processes:
+            process.kill()
+        with suppress(InvalidStateError):  # it was ready
+            self._started.set_exception(self._dead)
+        self._fail()
 
     # Everything below runs on the engine's own thread.
 
     def _run(self) -> None:
         vllm_engine = None
-        active: list[Job] = []
         try:
             vllm_engine = self._load()
+            self._watch()
             self._probe(vllm_engine)
             self._started.set_result(None)
-            self._serve(vllm_engine, active)
+            self._serve(vllm_engine, self._active)
         except BaseException as error:
-            self._dead = error
-            if not self._started.done():
-                self._started.set_exception(error)
+            self._dead = self._dead or error
+            with suppress(InvalidStateError):
+                self._started.set_exception(self._dead)
         finally:
             self._stopping.set()
             try:
@@ -163,17 +205,22 @@ class CaptureEngine:
             except Exception as error:
                 logger.warning(f"the engine did not shut down in order: {error}")
             finally:
-                if self._logs is not None:
-                    self._logs.close()
-                self._fail(active)
+                self._close_logs()
+                self._fail()
 
-    def _fail(self, active: list[Job]) -> None:
+    def _close_logs(self) -> None:
+        if self._logs is not None:
+            self._logs.close()
+
+    def _fail(self) -> None:
+        """Let all jobs know that the engine has ended."""
+        waiting = list(self._active)
         while not self._jobs.empty():
             job = self._jobs.get()
             if job is not None:
-                active.append(job)
-        for job in active:
-            if not job.receipts.done():
+                waiting.append(job)
+        for job in waiting:
+            with suppress(InvalidStateError):  # it was done
                 job.receipts.set_exception(self._end())
 
     def _end(self) -> Exception:

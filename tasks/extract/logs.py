@@ -54,6 +54,7 @@ class Receiver:
 
     def __init__(self) -> None:
         """Set the environment for the engine's processes, which must start after this."""
+        self._lock, self._closed = threading.Lock(), False
         self._directory = tempfile.TemporaryDirectory(prefix="layertap-log-")
         self._address = str(Path(self._directory.name) / "socket")
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -73,7 +74,13 @@ class Receiver:
                 engine_logger.log(int(record["level"]), "%s: %s", record["process"], record["text"])
 
     def close(self) -> None:
-        """Log what has arrived, and stop."""
+        """Log what has arrived, and stop. Safe to call twice."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._close()
+
+    def _close(self) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as out:
             out.sendto(b"", self._address)
         self._thread.join()
