@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from prefect.client.schemas.objects import WorkerStatus
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from typer.testing import CliRunner
 
@@ -72,6 +75,29 @@ def test_the_ui_may_ask_by_another_name_of_the_host(name: str) -> None:
     with server(ui_settings=answers) as address:
         answers["api_url"] = address.replace("127.0.0.1", name)
         assert list(doctor._ui(address)) == []
+
+
+@pytest.mark.parametrize(
+    ("paused", "workers", "told"),
+    [
+        (False, {"node-1": "ONLINE", "node-2": "OFFLINE"}, []),
+        (False, {}, ["no worker of the work pool layertap is alive, so runs stay Late"]),
+        (False, {"node-1": "OFFLINE"}, ["no worker of the work pool layertap is alive, so runs stay Late; last"]),
+        (True, {"node-1": "ONLINE"}, ["the work pool layertap is paused"]),
+    ],
+)
+def test_a_pool_that_works_nothing_off(paused: bool, workers: dict[str, str], told: list[str]) -> None:
+    client: Any = SimpleNamespace(
+        read_work_pool=lambda name: SimpleNamespace(is_paused=paused),
+        read_workers_for_work_pool=lambda name: [
+            SimpleNamespace(name=worker, status=WorkerStatus(status)) for worker, status in workers.items()
+        ],
+    )
+    problems = list(doctor._pool(client))
+    assert len(problems) == len(told)
+    for problem, expected in zip(problems, told, strict=True):
+        assert problem.what.startswith(expected)
+        assert problem.remedy
 
 
 @pytest.mark.engine
