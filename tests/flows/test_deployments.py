@@ -253,7 +253,7 @@ def test_a_run_without_heartbeats_is_marked_as_crashed(site: Site, demo: tuple[s
     (automation,) = automations.load()
     trigger: Any = automation.trigger
     assert trigger.within == timedelta(seconds=90)
-    short = automation.model_copy(update={"trigger": trigger.model_copy(update={"within": timedelta(seconds=1)})})
+    short = automation.model_copy(update={"trigger": trigger.model_copy(update={"within": timedelta(seconds=10)})})
     automations.apply([short])
     try:
         events = []
