@@ -160,5 +160,9 @@ class Site:
         return {artifact["key"]: artifact for artifact in reversed(found)}
 
     def logs(self, run: str) -> list[str]:
-        found = self.post("/logs/filter", logs={"flow_run_id": {"any_": [run]}}, sort="TIMESTAMP_ASC", limit=200)
+        """Logger and message of each record of a run, in order."""
+        found: list[Any] = []
+        named = {"logs": {"flow_run_id": {"any_": [run]}}, "sort": "TIMESTAMP_ASC", "limit": 200}
+        while page := self.post("/logs/filter", offset=len(found), **named):
+            found += page
         return [f"{entry['name']}: {entry['message']}" for entry in found]
