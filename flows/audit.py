@@ -7,6 +7,7 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 
+from flows.run import begin
 from tasks.extract.config import Engine
 from tasks.model import Model, resolve
 from tasks.report.task import report_audit
@@ -36,6 +37,7 @@ def audit(
     Returns:
         A state with a :class:`tasks.verify.audit.AuditReport`; Failed if anything is wrong.
     """
+    begin()
     reader = open_store(store)
     run = newest_run(reader)
     if model is None and "model" not in run:

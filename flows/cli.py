@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.markup import escape
 
 from flows import store_cli
 from tasks.report.log import logger
@@ -21,6 +22,12 @@ DEFAULTS = {
     # Prefect's records and tracebacks go to the server; a terminal shows this project's messages instead.
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
     "PREFECT_LOGGING_EXTRA_LOGGERS": "layertap",
+    "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
+    # As in pyproject.toml, which Prefect reads only where a command is run from this project's directory.
+    "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "200",
+    "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_READ_BATCH_SIZE": "200",
+    "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1.0",
+    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "PYTHONWARNINGS": "ignore::FutureWarning",
@@ -54,10 +61,12 @@ def extract(
     except ConfigError as error:
         raise _stop(error) from None
     from flows.extract import extract as flow  # Prefect takes seconds to import; a bad preset need not wait for it
+    from flows.run import settle
 
     _log_to_terminal()
-    state = flow(extraction, dataset, limit, store, chunk_tokens, force, return_state=True)
+    state: Any = flow(extraction, dataset, limit, store, chunk_tokens, force, return_state=True)
     outcome: Any = state.result(raise_on_failure=False)
+    settle(state.state_details.flow_run_id)
     if isinstance(outcome, BaseException):
         raise _stop(outcome)
     console.print(outcome.table())
@@ -120,10 +129,12 @@ def audit(
     if samples is not None and reference is None:
         raise _stop(ValueError("--samples says how many to recompute; choose how with --reference hf or solo"))
     from flows.audit import audit as flow
+    from flows.run import settle
 
     _log_to_terminal()
     state: Any = flow(store, model, reference, samples, html, return_state=True)
     report: Any = state.result(raise_on_failure=False)
+    settle(state.state_details.flow_run_id)
     if isinstance(report, BaseException):
         raise _stop(report)
     from tasks.report.audit_page import terminal
@@ -137,18 +148,25 @@ def audit(
 @app.command()
 def doctor(
     files: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             help="Files (.pt, .safetensors, Zarr), or shapes such as 512x7168 or 771*[512].", show_default=False
         ),
-    ],
+    ] = None,
+    prefect: Annotated[
+        bool, typer.Option("--prefect", help="Look at the Prefect server instead: whether runs will be run and shown.")
+    ] = False,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers that were to be captured, L.")] = None,
     hidden: Annotated[int | None, typer.Option(min=1, help="Hidden size of the model, H.")] = None,
     lengths: Annotated[str, typer.Option(help="Tokens of the samples, e.g. 512,259.")] = "",
     tp: Annotated[int, typer.Option(min=1, help="Ranks of tensor parallelism.")] = 1,
     num_layers: Annotated[int | None, typer.Option(min=1, help="Decoder layers of the model.")] = None,
 ) -> None:
-    """Say what probably happened to hidden states of the wrong shape, with the arithmetic."""
+    """Say what probably happened to hidden states of the wrong shape, or what is wrong with the Prefect server."""
+    if prefect:
+        return _doctor_prefect()
+    if not files:
+        raise _stop(ValueError("name files or shapes, or --prefect"))
     from tasks.verify.diagnose import Expected, describe, explain, parse_shape
     from tasks.verify.shapes import UnreadableFile, read_shapes
 
@@ -188,6 +206,18 @@ def run() -> None:
     except StoreError as error:
         Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
         sys.exit(1)
+
+
+def _doctor_prefect() -> None:
+    from flows.doctor import examine
+
+    problems = examine()
+    for problem in problems:
+        console.print(f"[red]wrong:[/red] {escape(problem.what)}", highlight=False, soft_wrap=True)
+        console.print(f"       {escape(problem.remedy)}", highlight=False, soft_wrap=True)
+    if problems:
+        raise typer.Exit(1)
+    console.print("Prefect is set up: runs of the deployments will be run and shown", highlight=False)
 
 
 def _log_to_terminal() -> None:

@@ -4,13 +4,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from prefect import flow, runtime
+from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.futures import PrefectFuture, wait
 from prefect.states import Completed, Failed
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.config import Extraction
+from flows.run import begin
 from tasks.extract.checks import check
 from tasks.extract.task import LazyEngine, engine_spec, extract_chunk
 from tasks.model import resolve
@@ -20,7 +21,7 @@ from tasks.plan.task import plan_chunks
 from tasks.report.picture import Profiles
 from tasks.report.progress import Progress
 from tasks.report.summary import Summary
-from tasks.report.task import report_run
+from tasks.report.task import progress_shown, report_run
 from tasks.store.task import commit_chunk, open_store, record_reused, require_room
 from tasks.tokenize.task import tokenize_data
 from tasks.verify.examine import Examiner
@@ -58,8 +59,8 @@ def extract(
     Returns:
         A state with a :class:`tasks.report.summary.Summary`; Failed unless all samples are in the store.
     """
+    run = begin()
     wanted = extraction.overridden(dataset=dataset, limit=limit, store=store, chunk_tokens=chunk_tokens)
-    run = runtime.flow_run.name or "extract"
     checkpoint = resolve(wanted.model)
     check(checkpoint, wanted.layers, wanted.dtype, wanted.engine)
     identity = wanted.identity(checkpoint)
@@ -75,12 +76,14 @@ def extract(
             wanted.data, checkpoint, identity, wanted.engine.max_model_len, Path(scratch)
         )
         chunks = plan_chunks(table, target, wanted.chunk_tokens, wanted.engine.reuse_prefixes)
+        summary.chunks = len(chunks)
         summary.reused = record_reused(chunks, table, target)
         if any(chunk.missing for chunk in chunks):
             require_room(chunks, target, force)
             target.write_provenance(wanted.provenance())
         with (
             Progress(chunks) as progress,
+            progress_shown(progress),
             LazyEngine(
                 engine_spec(checkpoint, identity, wanted.engine, target, reuses_prefixes(chunks)),
                 probe=Probe(checkpoint) if wanted.audit.probe else None,

@@ -135,6 +135,11 @@ class RowEvidence:
 class StagingFailure(Exception):
     """The place where samples are staged cannot be written to: no fault of any sample, so none is judged by it."""
 
+    def __init__(self, message: str, *, lasting: bool = False) -> None:
+        """``lasting``: whether it stays so until somebody does something (a full disk, a missing permission)."""
+        super().__init__(message)
+        self.lasting = lasting
+
 
 @dataclass(frozen=True)
 class Receipt:
@@ -162,8 +167,8 @@ class Receipt:
     """The staged data objects, where this rank staged the sample; None on the other ranks."""
     next_token: int | None = None
     """The token that the engine sampled greedily after the sample."""
-    storage_failed: bool = False
-    """Whether ``error`` is a :class:`StagingFailure`."""
+    storage_failed: Literal["passing", "lasting"] | None = None
+    """Where ``error`` is a :class:`StagingFailure`, which kind."""
     error: str | None = None
     """What went wrong on this rank (incomplete rows, a failed write); the other fields may then be empty."""
     rows: tuple[tuple[int, int], ...] | None = None

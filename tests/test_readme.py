@@ -33,6 +33,11 @@ def test_the_commands_are_those_that_are_run_here() -> None:
         "bash infra/demo",
         "bash infra/test",
         '.venv/bin/layertap doctor "771*[512]" --layers 4 --hidden 7168 --lengths 512,259',
+        # by tests/flows/test_deployments.py, at other ports
+        "bash infra/deploy",
+        "export PREFECT_API_URL=http://127.0.0.1:4200/api PREFECT_UI_URL=http://127.0.0.1:4200/v2",
+        ".venv/bin/prefect deployment run extract/smollm2-cpu --param limit=10 --param store=stores/ten --watch",
+        ".venv/bin/layertap doctor --prefect",
     ]
 
 
@@ -46,7 +51,7 @@ def test_both_scripts_are_there() -> None:
 
 
 def test_the_doctor_s_example() -> None:
-    (command,) = [c for c in COMMANDS if " doctor " in c]
+    (command,) = [c for c in COMMANDS if " doctor " in c and "--prefect" not in c]
     result = CliRunner().invoke(app, shlex.split(command)[1:])
     assert result.exit_code == 0
     assert "771 = 512 + 259" in result.output

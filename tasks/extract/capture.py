@@ -5,12 +5,8 @@ rows on their way to host memory, assembly and staging. Methods named ``layertap
 through ``collective_rpc``; arguments and results are plain values.
 """
 
-import contextlib
 import math
 import os
-import select
-import signal
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -19,34 +15,36 @@ import torch
 
 from tasks.extract.assembly import Assembly, AssemblySpec, Wanted
 from tasks.extract.assembly_process import AssemblyProcess
+from tasks.extract.logs import forward_own
 from tasks.extract.step import MisshapenStep, SeamError, Span, Step, check_step, read_step, sample_key
 from tasks.extract.transfer import DirectTransfer, SharedRing, Transfer
 from tasks.extract.witness import Witness
+from tasks.processes import Process
 from tasks.report.log import logger
 
 OWNER_VARIABLE = "LAYERTAP_OWNER_PID"
 """Environment variable with the process id of the flow; the engine's processes end when that process does."""
 
 
-def watch_owner() -> None:
-    """End this process, and the engine process above it, as soon as the flow's process is gone.
+def serve_owner() -> None:
+    """Tie this process to the flow's, where it is another: log there, and end when it is gone.
 
-    A flow that is killed cannot shut its engine down; the engine would keep its memory for ever.
+    A flow that is killed cannot shut its engine down; the engine would keep its memory for ever. A rank also ends with
+    the engine process between it and the flow, at once, as nothing that it holds is of use any more.
     """
     owner = int(os.environ.get(OWNER_VARIABLE, "0"))
     if not owner or owner == os.getpid():
         return
-    descriptor = os.pidfd_open(owner)
-    parent = os.getppid()
+    itself, above = Process(os.getpid()), Process(os.getppid())
+    above.when_gone(itself.kill)
+    if above.pid != owner:
 
-    def wait() -> None:
-        select.select([descriptor], [], [])  # a process descriptor becomes readable when the process ends
-        if parent not in (1, owner):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(parent, signal.SIGKILL)
-        os.kill(os.getpid(), signal.SIGKILL)
+        def end() -> None:
+            above.kill()
+            itself.kill()
 
-    threading.Thread(target=wait, name="layertap-owner-watch", daemon=True).start()
+        Process(owner).when_gone(end)
+    forward_own()
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ class CaptureMixin:
         device: torch.device
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        watch_owner()
+        serve_owner()
         self._open = False
         super().__init__(*args, **kwargs)
 
@@ -199,6 +197,7 @@ class CaptureMixin:
         return {
             "rank": spec.rank,
             "world_size": spec.world_size,
+            "processes": [os.getpid(), os.getppid()],
             "hidden_size": spec.hidden_size,
             "dtype": spec.dtype,
             "model_runner": type(self.model_runner).__module__ + "." + type(self.model_runner).__name__,

@@ -4,13 +4,15 @@ All calls into vLLM happen on one thread that lives as long as the engine; calle
 wait for their futures. While one job's last samples are still being written, the next job's are being computed.
 """
 
+import contextvars
 import itertools
 import os
 import queue
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import monotonic
@@ -23,10 +25,13 @@ from tasks.digest import differing_rows
 from tasks.extract.capture import OWNER_VARIABLE, CaptureSettings
 from tasks.extract.checks import StartupError, check_gpus, vllm_version
 from tasks.extract.config import Engine
+from tasks.extract.logs import Receiver
 from tasks.extract.preflight import fitted, look
 from tasks.extract.receipts import Inbox
+from tasks.faults import PassingFault
 from tasks.model import Checkpoint
 from tasks.prefixes import prefix_names
+from tasks.processes import Process
 from tasks.report.log import logger
 from tasks.verify.diagnose import Expected, explain
 from tasks.vocabulary import DType, Receipt, RowEvidence, digest_ids
@@ -35,6 +40,8 @@ POLL_SECONDS = 0.02  # how often receipts that are still being written are asked
 SETTLE_SECONDS = 5.0  # after so long a busy engine is asked what became of samples without a receipt
 ADMIT_STEPS = 4  # samples for this many engine steps are kept waiting inside the engine
 GO_ON_TOKENS = 16  # of the probe
+# How long vLLM may take to give the engine's thread back, from the end of the first of its processes.
+END_SECONDS, ABANDON_SECONDS = 60.0, 5.0  # in order; after one of them died
 EVIDENCE_ROWS = 32  # rows of a sample whose values are compared where ranks disagree
 
 #: vLLM's workers with the capture, by platform.
@@ -44,8 +51,12 @@ WORKERS = {
 }
 
 
-class EngineDied(RuntimeError):
+class EngineDied(PassingFault):
     """The engine's process ended or stopped answering; what was not committed must be extracted again."""
+
+
+class EngineClosed(RuntimeError):
+    """The engine was shut down before it came to this job; nothing is wrong with it, the run ends."""
 
 
 class CaptureBroken(StartupError):
@@ -123,14 +134,20 @@ class CaptureEngine:
         """Per rank, seconds that the engine waited for the copy and for the writers; known after shutdown."""
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._questions = itertools.count()
-        self._inbox: Inbox
         self._started: Future[None] = Future()
         self._stopping = threading.Event()
         self._dead: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="layertap-engine", daemon=True)
+        self._active: list[Job] = []
+        self._processes: list[Process] = []
+        self._lost_at: float | None = None
+        self._logs: Receiver | None = None
+        # What the engine logs belongs to the run that made it.
+        run = contextvars.copy_context().run
+        self._thread = threading.Thread(target=run, args=(self._run,), name="layertap-engine", daemon=True)
 
     def start(self) -> Self:
         """Load the model and prove the capture on probe samples; returns when the engine is ready."""
+        self._inbox = Inbox(self.spec.engine.tensor_parallel_size)
         self._thread.start()
         try:
             self._started.result()
@@ -144,9 +161,11 @@ class CaptureEngine:
         return self._dead is None and not self._stopping.is_set()
 
     def submit(self, job: Job) -> Future[dict[str, list[Receipt]]]:
-        """Queue a job; its future fails with :class:`EngineDied` when the engine ends before the job does."""
+        """Queue a job; its future fails with :class:`EngineDied` or :class:`EngineClosed` if the engine ends first."""
         if not self.alive:
-            job.receipts.set_exception(EngineDied("the engine is not running"))
+            job.receipts.set_exception(
+                EngineDied("the engine is not running") if self._dead else EngineClosed("too late")
+            )
         else:
             self._jobs.put(job)
         return job.receipts
@@ -155,43 +174,92 @@ class CaptureEngine:
         """End the engine and its processes; jobs that are not finished fail. Safe to call twice."""
         self._stopping.set()
         self._jobs.put(None)
-        if self._thread.ident is not None:
-            self._thread.join()
+        if self._thread.ident is None:
+            return
+        while self._thread.is_alive():
+            self._thread.join(0.1)
+            limit = END_SECONDS if self._dead is None else ABANDON_SECONDS
+            if self._lost_at is not None and monotonic() - self._lost_at > limit:
+                # A thread inside vLLM that waits for an answer of a process that was killed never comes back.
+                logger.warning("vLLM did not notice the end of its processes; its thread is left behind")
+                break
+        for process in self._processes:
+            process.kill()
+            process.gone(END_SECONDS)
+        self._close_channels()
+
+    def _watch(self) -> None:
+        """Notice the end of a process of the engine, of which vLLM does not in all cases tell who waits for it."""
+        own = os.getpid()
+        pids = {pid for told in self.ranks for pid in told["processes"]} if not self.spec.engine.in_process else set()
+        try:
+            self._processes = [Process(pid) for pid in pids - {own}]
+        except ProcessLookupError as error:
+            raise EngineDied("one of its processes ended while it was started") from error
+        for process in self._processes:
+            process.when_gone(self._lose)
+
+    def _lose(self) -> None:
+        self._lost_at = self._lost_at or monotonic()
+        if self._stopping.is_set():
+            return  # as it should be
+        self._dead = self._dead or EngineDied("one of its processes ended")
+        self._stopping.set()
+        for process in self._processes:
+            process.kill()
+        with suppress(InvalidStateError):  # it was ready
+            self._started.set_exception(self._dead)
+        self._fail()
 
     # Everything below runs on the engine's own thread.
 
     def _run(self) -> None:
         vllm_engine = None
-        active: list[Job] = []
-        self._inbox = Inbox(self.spec.engine.tensor_parallel_size)
         try:
             vllm_engine = self._load()
+            self._watch()
             self._probe(vllm_engine)
             self._go_on(vllm_engine)
             self._started.set_result(None)
-            self._serve(vllm_engine, active)
+            self._serve(vllm_engine, self._active)
         except BaseException as error:
-            self._dead = error
-            if not self._started.done():
-                self._started.set_exception(error)
+            self._dead = self._dead or error
+            with suppress(InvalidStateError):
+                self._started.set_exception(self._dead)
         finally:
             self._stopping.set()
-            if vllm_engine is not None:
-                self._unload(vllm_engine)
-            self._inbox.close()
-            self._fail(active)
+            try:
+                if vllm_engine is not None:
+                    self._unload(vllm_engine)
+            except Exception as error:
+                logger.warning(f"the engine did not shut down in order: {error}")
+            finally:
+                self._close_channels()
+                self._fail()
 
-    def _fail(self, active: list[Job]) -> None:
+    def _close_channels(self) -> None:
+        if self._logs is not None:
+            self._logs.close()
+        self._inbox.close()
+
+    def _fail(self) -> None:
+        """Let all jobs know that the engine has ended."""
+        waiting = list(self._active)
         while not self._jobs.empty():
             job = self._jobs.get()
             if job is not None:
-                active.append(job)
-        for job in active:
-            if not job.receipts.done():
-                cause = self._dead
-                error = EngineDied(f"the engine ended: {cause}" if cause else "the engine was shut down")
-                error.__cause__ = cause
-                job.receipts.set_exception(error)
+                waiting.append(job)
+        for job in waiting:
+            with suppress(InvalidStateError):  # it was done
+                job.receipts.set_exception(self._end())
+
+    def _end(self) -> Exception:
+        """Why the engine takes no jobs any more."""
+        if self._dead is None:
+            return EngineClosed("the engine was shut down")
+        died = EngineDied(f"the engine ended: {self._dead}")
+        died.__cause__ = self._dead
+        return died
 
     def _load(self) -> Any:
         os.environ[OWNER_VARIABLE] = str(os.getpid())
@@ -203,6 +271,7 @@ class CaptureEngine:
         # One token is sampled a prompt, greedily; flashinfer's sampler is compiled on first use, may not be installed,
         # and was reported to cost more than all else on some GPUs.
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+        self._logs = Receiver()
         machine = look(self.spec.engine.tensor_parallel_size)
         spec = self.spec
         if machine.gpus:
@@ -258,8 +327,12 @@ class CaptureEngine:
             logger.warning(
                 f"prefixes are not reused: vLLM cannot keep them for {spec.checkpoint.architecture} on {device}"
             )
-        self.ranks = vllm_engine.collective_rpc("layertap_open", args=(asdict(self._settings()),))
-        self._inbox.accept()
+        try:
+            self.ranks = vllm_engine.collective_rpc("layertap_open", args=(asdict(self._settings()),))
+            self._inbox.accept()
+        except BaseException:
+            vllm_engine.engine_core.shutdown()
+            raise
         return vllm_engine
 
     def _settings(self) -> CaptureSettings:

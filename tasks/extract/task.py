@@ -1,5 +1,6 @@
 """The extraction of one chunk as a Prefect task, and the engine that all chunks of a run share."""
 
+import contextvars
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -10,8 +11,10 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.states import Completed
 
+from tasks.extract.checks import StartupError
 from tasks.extract.config import Engine
-from tasks.extract.engine import CaptureEngine, EngineSpec, Job
+from tasks.extract.engine import CaptureEngine, EngineClosed, EngineDied, EngineSpec, Job
+from tasks.faults import RETRIES
 from tasks.model import Checkpoint
 from tasks.report.log import logger
 from tasks.report.progress import Progress
@@ -20,6 +23,8 @@ from tasks.store.stage import STAGE
 from tasks.store.store import Store
 from tasks.verify.probe import Continuation, Probe
 from tasks.vocabulary import Chunk, Identity, StagingFailure
+
+FAILED_STARTS = 3  # in a row, after which the engine is not started again
 
 
 class Halted(RuntimeError):
@@ -49,7 +54,10 @@ class LazyEngine:
         """What the model went on with."""
         self._probe, self._record = probe, record
         self._engine: CaptureEngine | None = None
+        self._failed_starts = 0
+        self._closed = False
         self._lock = threading.Lock()
+        self._context = contextvars.copy_context()
 
     def halt(self, reason: str) -> None:
         """Extract nothing more, since what comes out is wrong."""
@@ -60,17 +68,20 @@ class LazyEngine:
 
         Raises:
             Halted: it was told to extract nothing more.
+            StartupError: the engine cannot be started as configured.
+            EngineDied: it ended while it was being started.
         """
-        if self.halted:
-            raise Halted(self.halted)
         with self._lock:
+            if self.halted:
+                raise Halted(self.halted)
+            if self._closed:
+                raise EngineClosed("the run ends")
             if self._engine is None or not self._engine.alive:
-                spec = replace(self.spec, probe=self._probe.ids) if self._probe else self.spec
-                self._engine = CaptureEngine(spec).start()
-                self._started(self._engine)
-        if self.halted:
-            raise Halted(self.halted)
-        return self._engine
+                self._restart()
+            assert self._engine is not None
+            if self.halted:
+                raise Halted(self.halted)
+            return self._engine
 
     def _started(self, engine: CaptureEngine) -> None:
         facts: dict[str, Any] = {"engine": engine.facts}
@@ -90,6 +101,25 @@ class LazyEngine:
         """Samples that were computed again, see :attr:`tasks.extract.engine.CaptureEngine.recomputed`."""
         return self._engine.recomputed if self._engine is not None else 0
 
+    def _restart(self) -> None:
+        if self._engine is not None:
+            logger.warning("the engine died; starting another")
+            self._engine.shutdown()  # the devices must be free before the next one loads
+        # In the run's own context: the engine outlives the task that happens to need it first.
+        spec = replace(self.spec, probe=self._probe.ids) if self._probe else self.spec
+        self._engine = self._context.run(CaptureEngine, spec)
+        try:
+            self._engine.start()
+        except Exception as error:
+            self._failed_starts += 1
+            if isinstance(error, StartupError) or self._failed_starts == FAILED_STARTS:
+                self.halt(f"the engine does not start: {error}")
+            if isinstance(error, StartupError):
+                raise
+            raise EngineDied(f"the engine does not start: {error}") from error
+        self._failed_starts = 0
+        self._started(self._engine)
+
     @property
     def started(self) -> CaptureEngine | None:
         """The engine, if one was started."""
@@ -101,6 +131,7 @@ class LazyEngine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._closed = True
         if self._engine is not None:
             self._engine.shutdown()
 
@@ -113,7 +144,7 @@ def engine_spec(
     return EngineSpec(checkpoint, identity.depths, identity.dtype, engine, STAGE, stage_spec, reuse)
 
 
-@task(name="extract", task_run_name="extract {chunk.name}", cache_policy=NO_CACHE, persist_result=False)
+@task(name="extract", task_run_name="extract {chunk.name}", cache_policy=NO_CACHE, persist_result=False, **RETRIES)
 def extract_chunk(
     chunk: Chunk, table: SampleTable, store: Store, engine: LazyEngine, progress: Progress, suspect: bool = False
 ) -> Any:
@@ -130,12 +161,13 @@ def extract_chunk(
     job = Job(
         directory=store.staging(),
         samples={sample.key: table[sample.rows[0]].input_ids for sample in chunk.missing},
-        on_sample=lambda key, num_tokens: None if suspect else progress.advance(num_tokens),
+        on_sample=lambda key, num_tokens: None if suspect else progress.advance(key, num_tokens),
         suspect=suspect,
         shared={sample.key: sample.shared for sample in chunk.missing},
     )
     receipts = running.submit(job).result()
-    refused = [r.error for of_sample in receipts.values() for r in of_sample if r.storage_failed]
+    refused = [r for of_sample in receipts.values() for r in of_sample if r.storage_failed]
     if refused:
-        raise StagingFailure(refused[0])
+        lasting = any(r.storage_failed == "lasting" for r in refused)
+        raise StagingFailure(refused[0].error or "", lasting=lasting)
     return Completed(message=f"{len(chunk.missing)} extracted, {reused} reused", data=receipts)

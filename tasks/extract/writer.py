@@ -106,7 +106,9 @@ class Writer:
                 unwritten_rows=_counts(unwritten_TL),
             )
         except StagingFailure as error:
-            return replace(self._receipt(sample, error=str(error)), storage_failed=True)
+            return replace(
+                self._receipt(sample, error=str(error)), storage_failed="lasting" if error.lasting else "passing"
+            )
         except Exception as error:  # any fault of one sample is that sample's verdict, not the engine's end
             return self._receipt(sample, error=f"{type(error).__name__}: {error}")
         finally:

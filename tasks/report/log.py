@@ -3,3 +3,4 @@
 import logging
 
 logger = logging.getLogger("layertap")
+logger.setLevel(logging.INFO)  # Prefect gives the loggers it is told of its handlers, but no level

@@ -22,8 +22,8 @@ class Progress:
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         num_samples = sum(len(chunk.missing) for chunk in chunks)
         num_tokens = sum(sample.num_tokens for chunk in chunks for sample in chunk.missing)
-        self.samples = 0
         self.tokens = 0
+        self._computed: set[str] = set()
         self._num_samples, self._num_tokens = num_samples, num_tokens
         self._lock = threading.Lock()
         self._began = self._logged = monotonic()
@@ -42,6 +42,25 @@ class Progress:
         self._task = self._bar.add_task("extract", total=num_samples, tokens=0, rate=0.0)
 
     @property
+    def samples(self) -> int:
+        """Samples computed so far."""
+        return len(self._computed)
+
+    @property
+    def percent(self) -> float:
+        """Share of the missing tokens that were computed; 100 where none are missing."""
+        return 100.0 * self.tokens / self._num_tokens if self._num_tokens else 100.0
+
+    def line(self) -> str:
+        """How far it is, in one line."""
+        rate = self.tokens_per_second
+        left = (self._num_tokens - self.tokens) / rate if rate else 0.0
+        return (
+            f"{self.samples}/{self._num_samples} samples, {self.tokens:,}/{self._num_tokens:,} tokens, "
+            f"{rate:,.0f} tokens/s, {left:,.0f} s left"
+        )
+
+    @property
     def tokens_per_second(self) -> float:
         """Since the engine was ready."""
         elapsed = monotonic() - (self._first or self._began)
@@ -52,20 +71,17 @@ class Progress:
         with self._lock:
             self._first = self._first or monotonic()
 
-    def advance(self, num_tokens: int) -> None:
-        """One more sample was computed."""
+    def advance(self, key: str, num_tokens: int) -> None:
+        """One more sample was computed; one that is computed again, since its chunk is, counts once."""
         with self._lock:
-            self.samples += 1
+            if key in self._computed:
+                return
+            self._computed.add(key)
             self.tokens += num_tokens
             self._bar.update(self._task, advance=1, tokens=self.tokens, rate=self.tokens_per_second)
             if self._bar.disable and monotonic() - self._logged >= LOG_SECONDS:
                 self._logged = monotonic()
-                rate = self.tokens_per_second
-                left = (self._num_tokens - self.tokens) / rate if rate else 0.0
-                logger.info(
-                    f"{self.samples}/{self._num_samples} samples, {self.tokens:,}/{self._num_tokens:,} tokens, "
-                    f"{rate:,.0f} tokens/s, {left:,.0f} s left"
-                )
+                logger.info(self.line())
 
     def __enter__(self) -> "Progress":
         self._bar.start()

@@ -47,6 +47,8 @@ class Summary:
     """Why extracting was stopped early."""
     continuation: Any = None
     """What the model went on with when the engine started (:class:`tasks.verify.probe.Continuation`)."""
+    chunks: int = 0
+    """Chunks of the plan."""
     failed_chunks: dict[str, str] = field(default_factory=dict)
     """Chunk name -> why it did not end; its samples are not in the store."""
     tokens: int = 0
@@ -103,10 +105,12 @@ class Summary:
     def message(self) -> str:
         """One line, for the state of the flow run."""
         parts = [f"{self.extracted} extracted", f"{self.reused} reused"]
+        if self.failed_chunks:
+            listed = sorted(self.failed_chunks)[:10]
+            names = ", ".join(listed + ["..."] * (len(self.failed_chunks) > len(listed)))
+            parts.insert(0, f"{len(self.failed_chunks)}/{self.chunks} chunks failed ({names})")
         if self.quarantined:
             parts.append(f"{len(self.quarantined)} quarantined")
-        if self.failed_chunks:
-            parts.append(f"{len(self.failed_chunks)} chunks failed ({', '.join(sorted(self.failed_chunks)[:10])})")
         if self.halted:
             parts.append(f"stopped: {self.halted}")
         if self.skipped:
@@ -122,6 +126,7 @@ class Summary:
         engine = f"started, {self.tokens_per_second:,.0f} tokens/s" if self.engine_started else "not started"
         written = f"{self.stored_bytes / 1e6:,.1f} MB for {self.state_bytes / 1e6:,.1f} MB of states"
         found = [
+            ("chunks", f"{self.chunks}, of which {len(self.failed_chunks)} failed"),
             ("extracted", f"{self.extracted} samples, {self.tokens:,} tokens"),
             ("reused", f"{self.reused} samples"),
             ("quarantined", f"{len(self.quarantined)} samples"),

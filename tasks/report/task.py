@@ -1,19 +1,62 @@
 """The reports of a run and of an audit as Prefect tasks."""
 
+import contextvars
 import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from prefect import task
-from prefect.artifacts import create_image_artifact, create_markdown_artifact, create_table_artifact
+from prefect.artifacts import (
+    create_image_artifact,
+    create_markdown_artifact,
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
 from prefect.cache_policies import NO_CACHE
 
 from tasks.report.audit_page import lines, page, picture, rows
 from tasks.report.lengths import draw_lengths
+from tasks.report.log import logger
 from tasks.report.picture import Profiles, data_uri, draw
+from tasks.report.progress import Progress
 from tasks.report.summary import Summary, markdown_table
 from tasks.verify.audit import AuditReport
+
+PROGRESS_SECONDS = 3.0  # between two updates of what the UI shows
+
+
+@contextmanager
+def progress_shown(progress: Progress) -> Iterator[None]:
+    """Show a run's progress on its page in the Prefect UI until the context ends."""
+    artifact: Any = create_progress_artifact(progress.percent, key="extraction-progress", description=progress.line())
+    ended = threading.Event()
+
+    def show() -> None:
+        shown = progress.line()
+        last = False
+        while not last:
+            last = ended.wait(PROGRESS_SECONDS)
+            if (line := progress.line()) != shown:
+                try:
+                    update_progress_artifact(artifact, progress.percent, description=line)
+                    shown = line
+                except Exception as error:  # a server that is away for a moment costs a picture, not the run
+                    logger.warning(f"the progress cannot be shown: {error}")
+
+    # Prefect's settings, the server's address among them, belong to the context.
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(show,), name="layertap-progress")
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 @task(name="report", cache_policy=NO_CACHE, persist_result=False)

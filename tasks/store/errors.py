@@ -61,6 +61,8 @@ _ADVICE = {
     errno.EROFS: "the file system is read-only; mount it writable or choose another store",
     errno.EIO: "the disk reports an input/output error; check the device before running again",
 }
+#: What stays so until somebody does something.
+_LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 @contextmanager
@@ -77,4 +79,5 @@ def storage_failures(path: object) -> Iterator[None]:
         if error.errno in (errno.ENOTEMPTY, None):
             raise
         advice = _ADVICE.get(error.errno, error.strerror or str(error))
-        raise StorageFailure(f"cannot write {error.filename or path}: {advice}") from error
+        lasting = error.errno in _LASTING
+        raise StorageFailure(f"cannot write {error.filename or path}: {advice}", lasting=lasting) from error

@@ -130,6 +130,7 @@ class Store:
         self._pending = Batch()
         self._staging: Path | None = None
         self._provenance: tuple[str, dict[str, Any]] | None = None
+        self._closed = False
         try:
             self.collected = backend.collect_staging()
             self.manifest = ManifestWriter(backend, run)
@@ -235,13 +236,18 @@ class Store:
         self.close()
 
     def close(self) -> None:
-        """Let other runs write to the store, and drop what is staged."""
-        try:
-            if self._staging is not None:
-                self.backend.drop_staging(self._staging)
-                self._staging = None
-        finally:
-            self._lease.release()
+        """Let other runs write to the store, and drop what is staged.
+
+        A commit that another thread has begun ends first; a later one is refused.
+        """
+        with self._lock:
+            self._closed = True
+            try:
+                if self._staging is not None:
+                    self.backend.drop_staging(self._staging)
+                    self._staging = None
+            finally:
+                self._lease.release()
 
     # --- what is there
 
@@ -287,6 +293,8 @@ class Store:
     def staging(self) -> Path:
         """Directory to stage samples in; the same for the whole run, removed when the store is closed."""
         with self._lock:
+            if self._closed:
+                raise StoreError(f"{self.url} was closed; open it again to write")
             if self._staging is None:
                 self._staging = self.backend.staging(self.run)
             return self._staging
@@ -310,17 +318,19 @@ class Store:
         A key that is in the store already, whole, stays as it is. A damaged one is set aside first.
 
         Raises:
-            StoreError: a staged file is missing or has another size than its receipt says; nothing is committed.
-            StorageFailure: disk full, read-only and the like. Samples already committed stay.
+            StoreError: a staged file is missing or has another size than its receipt says; nothing is committed. Or
+                the store was closed.
+            StorageFailure: disk full, read-only and the like. Samples already committed stay; the same call can be made
+                again.
         """
         if not samples:
             return []
-        staging = self.staging()
-        self._lease.check()
-        for sample in samples:
-            self._check_staged(staging, sample)
         with self._lock:
+            staging = self.staging()
+            self._lease.check()
             fresh = [sample for sample in samples if self._make_way(sample)]
+            for sample in fresh:
+                self._check_staged(staging, sample)
             self._ensure_shards({sample.key[:2] for sample in fresh})
             publications = [self._finish(staging, sample) for sample in fresh]
             committed = []
@@ -333,6 +343,7 @@ class Store:
                     self._release(publication.key)
             for key in {sample.key for sample in samples} - {sample.key for sample in fresh}:
                 shutil.rmtree(staging / key, ignore_errors=True)
+                self._release(key)
         return committed
 
     def _check_staged(self, staging: Path, sample: StagedSample) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from tasks.faults import RETRIES
 from tasks.model import Checkpoint, final_norm
 from tasks.report.log import logger
 from tasks.report.summary import Outcome
@@ -41,7 +42,7 @@ def require_room(chunks: Sequence[Chunk], store: Store, force: bool) -> None:
     logger.info(f"room in {store.url}: {room}")
 
 
-@task(name="commit", task_run_name="commit {chunk.name}", cache_policy=NO_CACHE, persist_result=False)
+@task(name="commit", task_run_name="commit {chunk.name}", cache_policy=NO_CACHE, persist_result=False, **RETRIES)
 def commit_chunk(chunk: Chunk, verdicts: Sequence[Verdict], table: SampleTable, store: Store) -> Outcome:
     """Commit the accepted samples, quarantine the others, and record the sources of those committed."""
     planned = {sample.key: sample for sample in chunk.missing}

@@ -338,3 +338,38 @@ def test_the_listing(store: Store) -> None:
     assert (first.shape, first.depths, first.sources) == ((4, 5, 32), (3, 15, 28, 30), ("chat-0",))
     files = [p for p in (Path(store.url) / sample_path(second.key)).rglob("*") if p.is_file()]
     assert second.nbytes == sum(p.stat().st_size for p in files)
+
+
+def test_a_commit_that_failed_half_way_can_be_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Store.open(tmp_path, identity(), run="first") as store:
+        samples = [make(store.identity, n) for n in (5, 6, 7)]
+        staged = [stage(store, sample) for sample in samples]
+        rename, allowed = Path.rename, 1
+
+        def fail_after_the_first(path: Path, target: Path) -> Path:
+            nonlocal allowed
+            if path.name in {sample.key for sample in samples}:
+                if not allowed:
+                    raise OSError(errno.EIO, "Input/output error")
+                allowed -= 1
+            return rename(path, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", fail_after_the_first)
+            with pytest.raises(StorageFailure, match="input/output error"):
+                store.commit(staged)
+        assert len(store.missing(planned(samples))) == 2
+        assert sorted(store.commit(staged)) == sorted(s.key for s in samples[1:])
+        assert store.missing(planned(samples)) == []
+        store.record()
+    assert len(tasks.store.open(tmp_path)) == 3
+
+
+def test_a_closed_store_takes_nothing_more(tmp_path: Path) -> None:
+    with Store.open(tmp_path, identity(), run="first") as store:
+        staged = stage(store, make(store.identity, 5))
+    with pytest.raises(StoreError, match="was closed"):
+        store.commit([staged])
+    with pytest.raises(StoreError, match="was closed"):
+        store.staging()
+    assert not list((tmp_path / "samples").glob("??/*"))
