@@ -16,10 +16,11 @@ from tasks.store.errors import (
     StoreBusy,
     StoreError,
 )
+from tasks.store.final_norm import FinalNorm
 from tasks.store.layout import StateSpec
 from tasks.store.reader import Listed, Reader, StoredSample
 from tasks.store.reader import open_store as open
-from tasks.store.store import FinalNorm, Quarantined, SourceRecord, StagedSample, Store
+from tasks.store.store import Quarantined, SourceRecord, StagedSample, Store
 
 __all__ = [
     "DamagedSample",
