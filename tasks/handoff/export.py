@@ -131,7 +131,9 @@ class Export:
             return None
         norm = self.reader.final_norm
         if norm is None:
-            raise HandoffError(f"{self.format.name} reads the state after the final norm, which the store does not hold")
+            raise HandoffError(
+                f"{self.format.name} reads the state after the final norm, which the store does not hold"
+            )
         return norm
 
     @property
@@ -217,9 +219,8 @@ class Export:
             (self.directory / path).unlink(missing_ok=True)
             report.removed += 1
         with ThreadPoolExecutor(workers) as pool:
-            done = set(
-                row.number for row, there in zip(self.rows, pool.map(self._is_done, self.rows), strict=True) if there
-            )
+            there = pool.map(self._is_done, self.rows)
+            done = {row.number for row, is_done in zip(self.rows, there, strict=True) if is_done}
         report.present = len(done)
         groups: dict[str, list[Row]] = {}
         for row in self.rows:
@@ -277,8 +278,8 @@ class Export:
         free = shutil.disk_usage(self.directory).free
         if needed > free and not force:
             raise NoSpace(
-                f"{self.directory}: {needed / 1e9:.1f} GB needed for {len(lengths)} files, {free / 1e9:.1f} GB free. Free "
-                "space, choose another directory, or go on with --force"
+                f"{self.directory}: {needed / 1e9:.1f} GB needed for {len(lengths)} files, {free / 1e9:.1f} GB free. "
+                "Free space, choose another directory, or go on with --force"
             )
         return needed
 
@@ -325,7 +326,7 @@ class Export:
             self.format.write(scratch, example, self.depths)
             self._check(scratch, example)
             nbytes, crc = checksum(scratch)
-            os.replace(scratch, path)
+            scratch.replace(path)
             self._note(row, Written(recipe, nbytes, crc))
         return nbytes
 
@@ -352,7 +353,7 @@ class Export:
                 os.link(source, scratch)
             except OSError:
                 shutil.copyfile(source, scratch)
-            os.replace(scratch, path)
+            scratch.replace(path)
             scratch.unlink(missing_ok=True)  # renaming a link onto the same file leaves both
             self._note(row, self._written[self.format.path(first)])
 
@@ -383,7 +384,9 @@ class Export:
             supervised = np.bincount(ids_T[mask_T])
             if len(supervised) > len(counts_V):
                 if vocab_size is not None:
-                    raise HandoffError(f"{row.name} has a token of {len(supervised) - 1} in a vocabulary of {vocab_size}")
+                    raise HandoffError(
+                        f"{row.name} has a token of {len(supervised) - 1} in a vocabulary of {vocab_size}"
+                    )
                 counts_V = np.pad(counts_V, (0, len(supervised) - len(counts_V)))
             counts_V[: len(supervised)] += supervised
             report.unsupervised += not mask_T.any()

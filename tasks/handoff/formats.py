@@ -111,8 +111,8 @@ class Format(ABC):
         if missing:
             raise HandoffError(
                 f"{self.name} reads {names(needed)} of a model with {identity.num_layers} decoder layers; the store "
-                f"lacks {names(missing)}, it has {names(identity.depths)}. Extract with `layers: {{ids: {list(needed)}, "
-                "convention: input}`, or name auxiliary depths that the store has with --depths"
+                f"lacks {names(missing)}, it has {names(identity.depths)}. Extract with `layers: {{ids: "
+                f"{list(needed)}, convention: input}}`, or name auxiliary depths that the store has with --depths"
             )
         return needed
 
@@ -148,11 +148,13 @@ class Format(ABC):
         """Its token ids alone, int64 [T]; as :meth:`load`."""
         return found.listed()[0] if found.listed is not None else self.load(found).input_ids_T
 
+    @abstractmethod
     def finish(self, directory: Path, rows: Sequence[Row], tokens: TokensOf, vocabulary: Vocabulary) -> None:
         """Write what lies beside the samples' files; only done when all of those are there."""
 
     def unfinish(self, directory: Path) -> None:
-        """Remove what would let a trainer read the directory before it is finished again."""
+        """Remove what would let a trainer read the directory before it is finished again, where there is such."""
+        del directory
 
     def scan(self, directory: Path) -> list[Found]:
         """The files of a directory to import, in a fixed order.
@@ -183,4 +185,3 @@ def by_name(name: str) -> Format:
 
 def names(depths: Sequence[int]) -> str:
     return ", ".join(f"r_{depth}" for depth in depths)
-

@@ -6,7 +6,6 @@ reads safetensors can take one depth of one sample, or some rows of it, without 
 """
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -63,7 +62,7 @@ class SafetensorsFiles(Format):
             for row in rows:
                 line = {"key": row.key, "file": self.path(row), "num_tokens": row.num_tokens}
                 file.write(json.dumps(line | {"source_ids": row.sources}, ensure_ascii=False) + "\n")
-        os.replace(scratch, directory / INDEX)
+        scratch.replace(directory / INDEX)
 
     def unfinish(self, directory: Path) -> None:
         (directory / INDEX).unlink(missing_ok=True)

@@ -6,7 +6,6 @@ set's ``input_ids``. The file of a row does not hold the loss mask, so conversat
 """
 
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from functools import partial
@@ -101,7 +100,7 @@ class Speculators(Format):
                 old.unlink()
             new = sorted((scratch / "saved").iterdir(), key=lambda path: path.name == _COMPLETE)
             for path in new:
-                os.replace(path, directory / path.name)
+                path.replace(directory / path.name)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 

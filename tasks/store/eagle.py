@@ -10,8 +10,10 @@ from typing import Literal, TypedDict
 import torch
 from torch.utils.data import Dataset
 
+from tasks.store.backend import open_files
 from tasks.store.dataset import SampleDataset
 from tasks.store.final_norm import FinalNorm
+from tasks.store.store import stored_identity
 
 
 class EagleItem(TypedDict):
@@ -62,7 +64,7 @@ class EagleDataset(Dataset[EagleItem]):
         Raises:
             ValueError: the store lacks one of the depths, r_L or the final norm.
         """
-        with_last = [*aux_depths, SampleDataset(url, by="key").reader.identity.num_layers]
+        with_last = [*aux_depths, stored_identity(open_files(url)).num_layers]
         self.samples = SampleDataset(url, depths=with_last, by=by)
         reader = self.samples.reader
         if reader.identity.last_is_normed and not normed:

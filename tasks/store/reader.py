@@ -257,8 +257,7 @@ class Reader:
         key, _, source = self._resolve(which)
         record = self.record(key)
         ids, mask = (
-            bytes(data[:-4])
-            for _, data in checked_files(self._files, record, ["input_ids/c.0", "loss_mask/c.0"])
+            bytes(data[:-4]) for _, data in checked_files(self._files, record, ["input_ids/c.0", "loss_mask/c.0"])
         )
         mask_T = np.frombuffer(mask, dtype=np.int8).astype(np.bool_)
         if source is not None and source.spans is not None:

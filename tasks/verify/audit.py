@@ -5,6 +5,7 @@ trusted: digests are computed again from the disk, tokens are proved again from 
 compared with each other.
 """
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -260,9 +261,7 @@ def _check_rows(
             found.problems.append(Problem(reason, f"rows by depth: {by_depth}"))
 
 
-def _check_tokens(
-    found: Audited, stored: StoredSample, last_TH: torch.Tensor, head: Head, identity: Identity
-) -> None:
+def _check_tokens(found: Audited, stored: StoredSample, last_TH: torch.Tensor, head: Head, identity: Identity) -> None:
     predicted = predict(
         head, last_TH, stored.input_ids_T, stored.next_token, margin(identity), normed=identity.last_is_normed
     )
@@ -300,14 +299,14 @@ class Predicted:
 
     def describe_shift(self) -> str:
         return (
-            f"rows predict the token {1 + self.shift} ahead instead of the next: {self.hits[self.shift]} of {self.rows} "
-            f"rows do, {self.hits[0]} the next"
+            f"rows predict the token {1 + self.shift} ahead instead of the next: {self.hits[self.shift]} of "
+            f"{self.rows} rows do, {self.hits[0]} the next"
         )
 
 
 def clearly_more(hits: int, others: int) -> bool:
     """Whether so many more rows hit that chance does not explain it."""
-    return hits > others + max(4.0, 3 * hits**0.5)
+    return hits > others + max(4.0, 3 * math.sqrt(hits))
 
 
 def predict(
