@@ -98,7 +98,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Real:
     tokenizer = AutoTokenizer.from_pretrained(path)
     made = []
     with demo_chats().open(encoding="utf-8") as chats:
-        for number, chat in enumerate(map(json.loads, islice(chats, 8))):
+        for number, chat in enumerate(map(json.loads, islice(chats, 6))):
             text = "\n".join(message["content"] for message in chat["messages"])
             ids = np.array(tokenizer(text).input_ids[: 96 - 8 * (number % 3)], dtype=np.int32)
             made.append(Made(of.key(ids), ids, np.ones(len(ids), bool), residual_states(path, ids, depths).numpy()))
