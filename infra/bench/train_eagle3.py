@@ -252,7 +252,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--store", type=Path, default=ROOT / "stores" / "eagle3")
     parser.add_argument("--conversations", type=int, default=110, help="how many chats are extracted")
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--ttt-steps", type=int, default=1, help="tokens drafted in a row")
     parser.add_argument("--draft-vocab", type=int, default=4096)
     parser.add_argument("--batch-tokens", type=int, default=1024)
