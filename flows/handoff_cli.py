@@ -11,7 +11,7 @@ Stop = Callable[[BaseException], BaseException]
 
 Depths = Annotated[
     str | None,
-    typer.Option(help="Auxiliary depths k of r_k, e.g. 3,15,27, where they are not those that the project reads."),
+    typer.Option(help="Auxiliary depths k of r_k, e.g. 3,15,27, where they are not those of the project's default."),
 ]
 
 

@@ -7,6 +7,7 @@ from prefect import flow, runtime
 from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 
+from tasks.handoff.export import described_aux
 from tasks.handoff.formats import by_name
 from tasks.handoff.intake import ImportReport, identity_of
 from tasks.handoff.task import open_intake, report_import, take_chunk
@@ -32,7 +33,7 @@ def import_files(
         store: Directory or URL of the store; new, or of an earlier import of the same kind of files.
         origin: Whose files they are.
         model: The checkpoint that their states come from.
-        depths: Auxiliary depths that the files hold, where they are not the project's own.
+        depths: Auxiliary depths that the files hold; by default what an export says of its files, or the project's own.
         chunk_tokens: Tokens of one chunk: what one task run audits and commits.
 
     Returns:
@@ -41,7 +42,7 @@ def import_files(
     checkpoint = resolve(Model(path=model))
     of = by_name(origin)
     files = of.scan(directory)
-    identity = identity_of(of, files, checkpoint, depths)
+    identity = identity_of(of, files, checkpoint, depths or described_aux(directory))
     report = ImportReport(store)
     with open_store(store, identity, checkpoint, runtime.flow_run.name or "import") as target:
         intake = open_intake(of, target, checkpoint, report)

@@ -122,13 +122,11 @@ def extract(store: Path, conversations: int) -> None:
 def train(store: str, variant: str, args: argparse.Namespace) -> Run:
     """Train one draft model and judge it after every epoch."""
     from speculators.models.eagle3 import Eagle3DraftModel
-    from speculators.models.eagle3.data import shift_batch
     from speculators.train.cli import create_transformer_layer_config
-    from speculators.train.data import CollateFn
-    from speculators.train.distributed_batch_sampler import MultipackDistributedBatchSamplerV2
     from speculators.train.trainer import Trainer, TrainerConfig
 
     from infra.assets.smollm2 import smollm2
+    from infra.examples.eagle3_loader import trainer_loader
     from tasks.model import read
     from tasks.store.eagle import EagleDataset
     from tasks.tokenize.draft_vocabulary import count_tokens, draft_vocabulary
@@ -145,12 +143,8 @@ def train(store: str, variant: str, args: argparse.Namespace) -> Run:
     vocabulary = draft_vocabulary(counts, args.draft_vocab)
 
     def loader(data: Part) -> DataLoader[Any]:
-        return DataLoader(
-            data,
-            batch_sampler=MultipackDistributedBatchSamplerV2(
-                args.batch_tokens, data.approx_lengths, 1, 0, seed=args.seed
-            ),
-            collate_fn=CollateFn(args.batch_tokens, checkpoint.hidden_size, len(AUX), torch.float32, shift_batch),
+        return trainer_loader(
+            data, data.approx_lengths, args.batch_tokens, checkpoint.hidden_size, dtype=torch.float32, seed=args.seed
         )
 
     on_gpu = torch.cuda.is_available()

@@ -412,6 +412,15 @@ def _rows(reader: Reader, by_key: bool) -> Iterator[Row]:
         yield replace(row, mask=reader.mask_digest(row.name))
 
 
+def described_aux(directory: Path) -> tuple[int, ...] | None:
+    """Auxiliary depths of the files in a directory that an export wrote; None of any other."""
+    try:
+        depths = json.loads((directory / DESCRIPTION).read_text())["depths"]
+        return tuple(int(depth) for depth in depths[:-1])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def checksum(path: Path) -> tuple[int, int]:
     """(bytes, crc32c) of a file."""
     size = crc = 0
