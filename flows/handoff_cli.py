@@ -57,7 +57,7 @@ def register(app: typer.Typer, console: Console, log_to_terminal: Callable[[], N
             raise typer.Exit(1)
         console.print(
             f"{report.tokens:,} tokens; {report.unsupervised} rows without a supervised token, {report.single_token} "
-            f"of one token\nlayers: {report.layers}",
+            f"of one token\nfor the trainer: {report.trainer}",
             highlight=False,
             soft_wrap=True,
         )
@@ -72,13 +72,14 @@ def register(app: typer.Typer, console: Console, log_to_terminal: Callable[[], N
         model: Annotated[str, typer.Option(help="The checkpoint that the states come from.")],
         depths: Depths = None,
         chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one chunk.")] = 65_536,
+        force: Annotated[bool, typer.Option("--force", help="Begin even if the samples may not fit.")] = False,
     ) -> None:
         """Audit existing extractions, and commit the good files to a store. Ends with 0 only if all are good."""
         chosen = _depths(depths, stop)
         from flows.import_files import import_files as flow
 
         log_to_terminal()
-        report = outcome(flow(directory, store, origin, model, chosen, chunk_tokens, return_state=True))
+        report = outcome(flow(directory, store, origin, model, chosen, chunk_tokens, force, return_state=True))
         for each in report.refused:
             console.print(f"{each.file}: {each.reason}: {each.detail}", highlight=False, soft_wrap=True, markup=False)
         console.print(

@@ -25,6 +25,7 @@ def import_files(
     model: str,
     depths: tuple[int, ...] | None = None,
     chunk_tokens: int = 65_536,
+    force: bool = False,
 ) -> State[Any]:
     """Audit the files of another project, and commit the good ones to a store.
 
@@ -35,6 +36,7 @@ def import_files(
         model: The checkpoint that their states come from.
         depths: Auxiliary depths that the files hold; by default what an export says of its files, or the project's own.
         chunk_tokens: Tokens of one chunk: what one task run audits and commits.
+        force: Begin even if the samples may not fit into the free space.
 
     Returns:
         A state with a :class:`tasks.handoff.intake.ImportReport`; Failed if any file was refused.
@@ -48,6 +50,7 @@ def import_files(
         intake = open_intake(of, target, checkpoint, report)
         chunks = list(intake.chunks(intake.plan(files, report), chunk_tokens))
         if chunks:
+            intake.require_room(chunks, force)
             target.write_provenance({"model": {"path": model}, "imported": {"from": origin, "files": len(files)}})
         for number, chunk in enumerate(chunks, 1):
             report.add(take_chunk(intake, chunk, number, len(chunks)))

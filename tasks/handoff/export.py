@@ -25,7 +25,7 @@ import torch
 
 from tasks.handoff.errors import HandoffError, UnreadableSample
 from tasks.handoff.example import Example
-from tasks.handoff.formats import Format, Found, Row, Vocabulary
+from tasks.handoff.formats import Format, Found, Row, Vocabulary, names
 from tasks.store import FinalNorm, Reader
 from tasks.store.errors import DamagedSample, NoSpace, storage_failures
 from tasks.tokenize.draft_vocabulary import draft_vocabulary
@@ -59,8 +59,8 @@ class ExportReport:
 
     directory: str
     format: str
-    layers: str
-    """What to tell the trainer of the layers."""
+    trainer: str
+    """What to tell the trainer: where the files are, and which layers."""
     rows: int = 0
     tokens: int = 0
     present: int = 0
@@ -149,13 +149,13 @@ class Export:
         return decisive if self.format.by_key else decisive | {"layer_ids": self.format.layer_ids(self.depths)}
 
     @property
-    def layers(self) -> str:
-        """What to tell the trainer of the layers."""
+    def trainer(self) -> str:
+        """What to tell the trainer: where the files are, and which layers."""
         if self.format.by_key:
-            return ", ".join(f"r_{depth}" for depth in self.depths)
-        ids = " ".join(map(str, self.format.layer_ids(self.depths)))
-        aux = ", ".join(f"r_{depth}" for depth in self.depths[:-1])
-        return f"{self.format.layer_option} {ids} ({aux})"
+            return names(self.depths)
+        ids = self.format.layer_ids(self.depths)
+        listed = str(ids) if self.format.layer_option.endswith(":") else " ".join(map(str, ids))
+        return f"{self.format.path_option.format(self.directory)}; {self.format.layer_option} {listed}"
 
     # --- the directory
 
@@ -180,6 +180,8 @@ class Export:
                 raise HandoffError(f"another export is writing to {self.directory}; wait for it to end") from None
             description.write_text(json.dumps(self.description, indent=1))
         self._read_journal()
+        for leftover in self._private.glob("*.unfinished*"):  # of a run that was killed
+            leftover.unlink()
         return self
 
     def __exit__(
@@ -211,7 +213,7 @@ class Export:
         Files of rows that the store no longer has are removed, and what would let a trainer take the directory for a
         finished one.
         """
-        report = ExportReport(str(self.directory), self.format.name, self.layers, len(self.rows))
+        report = ExportReport(str(self.directory), self.format.name, self.trainer, len(self.rows))
         report.tokens = sum(row.num_tokens for row in self.rows)
         report.single_token = sum(row.num_tokens == 1 for row in self.rows)
         kept = {self.format.path(row) for row in self.rows}
@@ -291,7 +293,7 @@ class Export:
         Raises:
             StorageFailure: the disk is full, read-only or not permitted.
         """
-        report = ExportReport(str(self.directory), self.format.name, self.layers)
+        report = ExportReport(str(self.directory), self.format.name, self.trainer)
         for group in groups:
             first, *others = group.rows
             try:

@@ -67,6 +67,8 @@ class Format(ABC):
     """The project's layer id i means r_{i + layer_offset}."""
     layer_option = ""
     """What the project calls its list of layer ids."""
+    path_option = ""
+    """How a trainer is given the directory, ``{}`` standing for it."""
     takes_normed = False
     """Whether the final state is expected after the model's final norm."""
     num_aux: int | None = None

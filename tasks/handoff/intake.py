@@ -21,6 +21,7 @@ from tasks.handoff.formats import Format, Found
 from tasks.model import Checkpoint
 from tasks.profile import profile_of
 from tasks.store import FinalNorm, SourceRecord, StagedSample, Store
+from tasks.store.maintenance import preflight
 from tasks.store.stage import stage_states
 from tasks.verify.audit import Predicted, clearly_more, predict
 from tasks.verify.examine import Examiner
@@ -190,6 +191,12 @@ class Intake:
             tokens += each.num_tokens
         if batch:
             yield batch
+
+    def require_room(self, chunks: Sequence[Sequence[Planned]], force: bool = False) -> None:
+        """Raise NoSpace if the samples of these files may not fit into the store."""
+        tokens = [sum(each.num_tokens for each in chunk) for chunk in chunks]
+        files = sum(len(chunk) for chunk in chunks)
+        preflight(self.store, sum(tokens), files, chunk_tokens=max(tokens, default=0), force=force)
 
     def take(self, chunk: Sequence[Planned]) -> ImportReport:
         """Audit a chunk's files, commit the good ones and quarantine the samples of the others."""

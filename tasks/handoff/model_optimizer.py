@@ -23,7 +23,8 @@ VOCABULARY = "d2t.pt"
 class ModelOptimizer(Format):
     name = "model-optimizer"
     layer_offset = 1
-    layer_option = "eagle_aux_hidden_state_layer_ids"
+    layer_option = "eagle_aux_hidden_state_layer_ids:"
+    path_option = f"offline_data_path: {{}}/{SAMPLES}"
     takes_normed = True
     suffixes = (".pt",)
 

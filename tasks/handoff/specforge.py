@@ -21,7 +21,8 @@ ROWS_PER_DIRECTORY = 2000
 class SpecForge(Format):
     name = "specforge"
     layer_offset = 1
-    layer_option = "aux_hidden_state_layer_ids"
+    layer_option = "aux_hidden_state_layer_ids:"
+    path_option = "hidden_states_path: {}"
     takes_normed = True
     num_aux = 3
     suffixes = (".ckpt", ".ckpt.gz")

@@ -41,6 +41,7 @@ _ROWS_PER_BATCH = 256
 class Speculators(Format):
     name = "speculators"
     layer_option = "--target-layer-ids"
+    path_option = "--data-path {} --on-missing raise"
     holds_mask = False
     suffixes = (".safetensors",)
 

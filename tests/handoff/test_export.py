@@ -22,7 +22,7 @@ from tasks.handoff.formats import Format, Found, by_name
 from tasks.store import NoSpace, SourceRecord, StorageFailure, Store
 from tasks.store import open as open_store
 from tasks.verify.reference import load
-from tests.handoff.conftest import IDENTITY, Real, Source, fill, states
+from tests.handoff.conftest import AUX, IDENTITY, Real, Source, conversations, fill, states
 from tests.store.samples import identity, make, stage
 
 TRAINERS = ("speculators", "specforge", "model-optimizer")
@@ -238,6 +238,18 @@ def test_speculators_final_states_are_before_the_norm(
         with torch.inference_mode():
             torch.testing.assert_close(norm(last_TH), hugging_face[row], rtol=1e-6, atol=1e-6)
         assert (last_TH - hugging_face[row]).norm() > last_TH.norm() / 2
+
+
+def test_of_an_fp8_store_the_values_are_what_reading_it_gives(tmp_path: Path) -> None:
+    of = replace(IDENTITY, stored_as="float8_e4m3")
+    fill(tmp_path / "s", of, conversations(of))
+    run(tmp_path / "s", "speculators", tmp_path / "e")
+    reader = open_store(tmp_path / "s")
+    for row, source in enumerate(reader.source_ids):
+        states_LTH = reader.read(source, (*AUX, 30)).hidden_states
+        found = load_file(tmp_path / "e" / "hidden_states" / f"hs_{row}.safetensors")["hidden_states"]
+        assert found.dtype == torch.bfloat16
+        assert torch.equal(found.transpose(0, 1), states_LTH)
 
 
 def test_a_store_without_the_norm_goes_to_speculators_only(tmp_path: Path, sources: list[Source]) -> None:

@@ -63,7 +63,7 @@ def test_the_verbs(real: Real, tmp_path: Path) -> None:
     code, output = invoke(*arguments, "--model", real.checkpoint.path)
     assert code == 0, output
     assert "0 were there, 6 written" in output
-    assert "layers: eagle_aux_hidden_state_layer_ids 1 14 26 (r_2, r_15, r_27)" in output
+    assert f"offline_data_path: {tmp_path / 'e'}/samples; eagle_aux_hidden_state_layer_ids: [1, 14, 26]" in output
     assert re.search(r"draft vocabulary: covers \d+\.\d+% of the supervised tokens", output)
     assert torch.load(tmp_path / "e" / "d2t.pt", weights_only=True).shape == (50,)
     described = json.loads((tmp_path / "e" / "layertap-export.json").read_text())

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tasks.store import FinalNorm, Store
 from tasks.store.dataset import LengthBucketedBatches
@@ -84,6 +85,18 @@ def test_the_last_state_after_the_norm_and_in_another_type(tmp_path: Path) -> No
     torch.testing.assert_close(item["verifier_last_hidden_states"], expected_TH.float(), rtol=2e-2, atol=1e-3)
 
 
+def test_the_norm_is_hugging_face_s_bit_for_bit() -> None:
+    """In bfloat16, too, where the order of rounding and weighting shows."""
+    for dtype in (torch.bfloat16, torch.float32):
+        theirs = LlamaRMSNorm(HIDDEN, NORM.eps)
+        theirs.weight.data = torch.from_numpy(NORM.weight).to(dtype)
+        states_TH = (torch.randn(50, HIDDEN, generator=torch.Generator().manual_seed(0)) * 30).to(dtype)
+        ours_TH = NORM.apply(states_TH)
+        assert ours_TH.dtype == dtype
+        assert torch.equal(ours_TH, theirs(states_TH))
+        assert (NORM.normed_rows(ours_TH), NORM.normed_rows(states_TH)) == (50, 0)
+
+
 def test_what_the_store_lacks_is_said_at_once(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"choose from \[3, 15, 20, 28, 30\]"):
         EagleDataset(filled(str(tmp_path / "s")), (2, 15, 28))
@@ -91,8 +104,8 @@ def test_what_the_store_lacks_is_said_at_once(tmp_path: Path) -> None:
         EagleDataset(filled(str(tmp_path / "t"), norm=None), AUX, normed=True)
 
 
-def test_tokens_and_masks_alone(tmp_path: Path) -> None:
-    reader = EagleDataset(filled(str(tmp_path / "s")), AUX).samples.reader
+def test_tokens_and_masks_alone(url: str) -> None:
+    reader = EagleDataset(filled(url), AUX).samples.reader
     for number, made in enumerate(SAMPLES):
         for which in (number, made.key, f"chat-{number}"):
             ids_T, mask_T = reader.tokens(which)
