@@ -40,16 +40,16 @@ def stream(
             ids_N.append(file.get_tensor("input_ids"))
         held += len(ids_N[-1])
         is_last = number == len(files)
-        if held < buffer_rows and not is_last:
+        if held < max(buffer_rows, 2 * batch_rows) and not is_last:
             continue
         order = torch.randperm(held, generator=generator)
         rows_NH, tokens_N = torch.cat(states_NH)[order], torch.cat(ids_N)[order]
         # Half of the buffer stays, to be mixed with what comes.
-        leave = held if is_last else max(batch_rows, held // 2 // batch_rows * batch_rows)
-        for start in range(0, min(leave, held), batch_rows):
-            stop = min(start + batch_rows, leave)
-            yield rows_NH[start:stop], tokens_N[start:stop]
-        states_NH, ids_N, held = [rows_NH[leave:]], [tokens_N[leave:]], max(0, held - leave)
+        leave = held if is_last else held // 2 // batch_rows * batch_rows
+        for start in range(0, leave, batch_rows):
+            rows = slice(start, min(start + batch_rows, leave))
+            yield rows_NH[rows], tokens_N[rows]
+        states_NH, ids_N, held = [rows_NH[leave:]], [tokens_N[leave:]], held - leave
 
 
 def main() -> None:

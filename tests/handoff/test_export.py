@@ -307,6 +307,14 @@ def test_one_damaged_of_linked_files_is_mended_for_all(made_up: Path, tmp_path: 
     assert content(tmp_path / "e") == before
 
 
+def test_a_missing_link_is_made_again_from_another(made_up: Path, tmp_path: Path) -> None:
+    run(made_up, "speculators", tmp_path / "e")
+    (tmp_path / "e" / "hidden_states" / "hs_2.safetensors").unlink()
+    report = run(made_up, "speculators", tmp_path / "e")
+    assert (report.present, report.written, report.linked) == (5, 0, 1)
+    assert len({inode(tmp_path / "e", "speculators", row) for row in (2, 4, 5)}) == 1
+
+
 def test_a_torn_journal_costs_the_file_it_tore(made_up: Path, tmp_path: Path) -> None:
     run(made_up, "specforge", tmp_path / "e")
     truncate(tmp_path / "e" / ".layertap" / "journal.jsonl")
