@@ -1,4 +1,14 @@
-"""What the formats have in common, and the formats by name."""
+"""What the formats have in common, and the formats by name.
+
+* Every conversation of the store is a row, in the order in which they were recorded; plain safetensors have a file for
+  each distinct sample.
+* Rows are whole and not shifted. A sample of one token is written like any other, and no trainer learns from it: its
+  shift leaves no row, or nothing to predict. So is one without a supervised token, with a mask of zeros. A sample
+  longer than a trainer's own limit is cut there by its loader.
+* Rows of equal content share one file by hard links: in speculators' files those with equal tokens, in SpecForge's
+  those with equal tokens and masks. Model-Optimizer's files hold the conversation's id, so none are shared; and no
+  file is a view of the store, whose chunks are compressed.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
