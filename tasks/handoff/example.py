@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tasks.handoff.errors import UnreadableSample
+
 
 @dataclass(frozen=True, eq=False)
 class Example:
@@ -43,10 +45,13 @@ def stack(aux_TAH: torch.Tensor, final_TH: torch.Tensor) -> torch.Tensor:
     """The inverse: [A + 1, T, H] from [T, A * H] and [T, H].
 
     Raises:
-        ValueError: the two do not belong together.
+        UnreadableSample: the two do not belong together.
     """
     num_tokens, hidden_size = final_TH.shape
-    if aux_TAH.ndim != 2 or aux_TAH.shape[0] != num_tokens or aux_TAH.shape[1] % hidden_size:
-        raise ValueError(f"auxiliary states {list(aux_TAH.shape)} beside final states {list(final_TH.shape)}")
-    aux_ATH = aux_TAH.reshape(num_tokens, -1, hidden_size).transpose(0, 1)
-    return torch.cat([aux_ATH, final_TH[None].to(aux_ATH.dtype)])
+    if aux_TAH.shape[0] != num_tokens or aux_TAH.shape[1] % hidden_size:
+        raise UnreadableSample(
+            "shape", f"auxiliary states {list(aux_TAH.shape)} beside final states {list(final_TH.shape)}"
+        )
+    if aux_TAH.dtype != final_TH.dtype:
+        raise UnreadableSample("dtype", f"auxiliary states are {aux_TAH.dtype}, final states {final_TH.dtype}")
+    return torch.cat([aux_TAH.reshape(num_tokens, -1, hidden_size).transpose(0, 1), final_TH[None]])

@@ -104,7 +104,7 @@ def identity_of(
     kinds = [kind for kind in kinds if kind[0] in ("bfloat16", "float32")]
     if not kinds:
         raise HandoffError("no file holds bfloat16 or float32 states that can be read, so there is nothing to import")
-    dtype, normed = max(set(kinds), key=kinds.count)
+    dtype, normed = max(dict.fromkeys(kinds), key=kinds.count)
     numerics = {IMPORTED_FROM: of.name} | ({LAST_IS_NORMED: True} if normed else {})
     return Identity(
         model=checkpoint.fingerprint,

@@ -56,10 +56,7 @@ class ModelOptimizer(Format):
         mask_T = tensor(values, "loss_mask", 1).long() if "loss_mask" in values else torch.ones_like(ids_T)
         if len(mask_T) != len(ids_T):
             raise UnreadableSample("shape", f"a mask of {len(mask_T)} entries for {len(ids_T)} tokens")
-        try:
-            states_LTH = stack(tensor(values, "aux_hidden_states", 2), tensor(values, "hidden_states", 2))
-        except ValueError as error:
-            raise UnreadableSample("shape", str(error)) from None
+        states_LTH = stack(tensor(values, "aux_hidden_states", 2), tensor(values, "hidden_states", 2))
         source_id = str(values.get("conversation_id", found.source_id))
         return Example(
             source_id, "", ids_T, mask_T, states_LTH, is_normed=not values.get("hidden_states_prenorm", False)

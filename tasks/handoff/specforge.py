@@ -59,11 +59,7 @@ class SpecForge(Format):
                 f"hidden_state {list(final_1TH.shape)}, aux_hidden_state {list(aux_1TA.shape)} and a mask of "
                 f"{len(mask_T)} entries for {len(ids_T)} tokens",
             )
-        try:
-            states_LTH = stack(aux_1TA[0], final_1TH[0])
-        except ValueError as error:
-            raise UnreadableSample("shape", str(error)) from None
-        return Example(found.source_id, "", ids_T, mask_T, states_LTH, is_normed=True)
+        return Example(found.source_id, "", ids_T, mask_T, stack(aux_1TA[0], final_1TH[0]), is_normed=True)
 
     def finish(self, directory: Path, rows: Sequence[Row], tokens: TokensOf, vocabulary: Vocabulary) -> None:
         if vocabulary.draft is not None:

@@ -284,6 +284,39 @@ def test_code_in_a_file_is_not_run(real: Real, head: Head, dumps: dict[str, Path
     assert report.committed == 4
 
 
+def spoil(path: Path, **changes: Any) -> None:
+    torch.save(torch.load(path, weights_only=True) | changes, path)
+
+
+def test_tensors_that_do_not_belong_together(real: Real, head: Head, dumps: dict[str, Path], tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(dumps["specforge"], tmp_path / "d"))
+    files = [directory / "rows_0-2000" / f"data_{row}.ckpt" for row in range(6)]
+    good = [torch.load(path, weights_only=True) for path in files]
+    spoil(files[0], loss_mask=good[0]["loss_mask"][:-1])
+    spoil(files[1], hidden_state=good[1]["hidden_state"][:, :-1])
+    spoil(files[2], hidden_state=good[2]["hidden_state"].bfloat16())
+    spoil(files[3], aux_hidden_state=good[3]["aux_hidden_state"][0])
+    spoil(files[4], aux_hidden_state=good[4]["aux_hidden_state"][..., : 2 * 576])
+    found = refused(take(real, head, "specforge", directory, tmp_path / "s"))
+    assert {file: reason for file, (reason, _) in found.items()} == {
+        "data_0.ckpt": "shape",
+        "data_1.ckpt": "shape",
+        "data_2.ckpt": "dtype",
+        "data_3.ckpt": "shape",
+        "data_4.ckpt": "shape",
+    }
+    assert "a layer is missing: 3 = 4 - 1" in found["data_4.ckpt"][1]
+    assert "final states torch.bfloat16" in found["data_2.ckpt"][1]
+
+
+def test_a_flag_that_differs_from_the_others(real: Real, head: Head, dumps: dict[str, Path], tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(dumps["model-optimizer"], tmp_path / "d"))
+    spoil(directory / "samples" / "00000003.pt", hidden_states_prenorm=True)
+    ((file, (reason, detail)),) = refused(take(real, head, "model-optimizer", directory, tmp_path / "s")).items()
+    assert (file, reason) == ("00000003.pt", "final_norm")
+    assert "it says that its final state is before the final norm" in detail
+
+
 def test_gzipped_checkpoints_are_read(real: Real, head: Head, dumps: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "d").mkdir()
     for path in (dumps["specforge"] / "rows_0-2000").iterdir():
