@@ -41,6 +41,7 @@ def register(app: typer.Typer, console: Console, log_to_terminal: Callable[[], N
     ) -> None:
         """Write a store as the files of another project's trainer. Ends with 0 only if all of it is there."""
         chosen = _depths(depths, stop)
+        _known(to, stop)
         from flows.export import export as flow
 
         log_to_terminal()
@@ -76,6 +77,7 @@ def register(app: typer.Typer, console: Console, log_to_terminal: Callable[[], N
     ) -> None:
         """Audit existing extractions, and commit the good files to a store. Ends with 0 only if all are good."""
         chosen = _depths(depths, stop)
+        _known(origin, stop)
         from flows.import_files import import_files as flow
 
         log_to_terminal()
@@ -93,6 +95,17 @@ def register(app: typer.Typer, console: Console, log_to_terminal: Callable[[], N
             console.print(f"{share:.1%} of {report.rows_predicted:,} rows predict their next token", highlight=False)
         if not report.passed:
             raise typer.Exit(1)
+
+
+def _known(name: str, stop: Stop) -> None:
+    """A name that is no format ends the command before Prefect is imported."""
+    from tasks.handoff.errors import HandoffError
+    from tasks.handoff.formats import by_name
+
+    try:
+        by_name(name)
+    except HandoffError as error:
+        raise stop(error) from None
 
 
 def _depths(text: str | None, stop: Stop) -> tuple[int, ...] | None:

@@ -3,6 +3,7 @@
 * :class:`Store` writes: missing, stage, commit, record, quarantine.
 * :func:`open` reads: samples as torch tensors, by key, source id or position.
 * :func:`tasks.store.stage.stage_states` runs in the engine's worker process.
+* :class:`tasks.store.dataset.SampleDataset` and :class:`tasks.store.eagle.EagleDataset` feed PyTorch.
 * :mod:`tasks.store.layout` says what is in the files.
 """
 

@@ -83,7 +83,7 @@ def test_the_verbs(real: Real, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--to", "eagle"), "choose|Input should be"),
+        (("--to", "eagle"), "choose from speculators, specforge"),
         (("--to", "speculators", "--depths", "2,15,26"), "lacks r_26"),
         (("--to", "speculators", "--depths", "two"), "write numbers with commas"),
     ],
