@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.markup import escape
 
-from flows import store_cli
+from flows import handoff_cli, store_cli
 from tasks.report.log import logger
 
 # Read when Prefect, vLLM and torch are imported, so commands import them late; what the user has set stays.
@@ -194,9 +194,6 @@ def doctor(
         console.print(explain(shapes, expected), highlight=False, markup=False, soft_wrap=True)
 
 
-store_cli.register(app, console)
-
-
 def run() -> None:
     """The console script: what is wrong with a store or a path is one line, not a traceback."""
     from tasks.store.errors import StoreError
@@ -229,6 +226,9 @@ def _stop(error: BaseException) -> typer.Exit:
     Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
     return typer.Exit(1)
 
+
+store_cli.register(app, console)
+handoff_cli.register(app, console, _log_to_terminal, _stop)
 
 if __name__ == "__main__":
     run()

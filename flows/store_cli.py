@@ -87,10 +87,9 @@ def register(app: typer.Typer, console: Console) -> None:
         from tasks.tokenize.draft_vocabulary import count_tokens, draft_vocabulary
 
         reader = open_store(store)
-        samples = (reader.read(key, depths=reader.identity.depths[:1]) for key in reader.keys)
         try:
             vocab_size = read(model).vocab_size
-            counts = count_tokens(((s.input_ids_T, s.loss_mask_T) for s in samples), vocab_size)
+            counts = count_tokens(map(reader.tokens, reader.keys), vocab_size)
             chosen = draft_vocabulary(counts, size)
         except (ModelError, ValueError) as error:
             console.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)

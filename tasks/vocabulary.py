@@ -29,6 +29,10 @@ DType = Literal["bfloat16", "float32"]
 StoredAs = Literal["exact", "float8_e4m3"]
 ReusePrefixes = Literal["auto", "on", "off"]
 
+#: Name in :attr:`Identity.numerics`: the states at the last depth are not r_L but the output of the final norm, as
+#: other tools keep them; only imported stores have such states.
+LAST_IS_NORMED = "last_state_after_final_norm"
+
 #: path of a data object relative to its sample's directory -> (bytes, crc32c of the bytes)
 Objects = Mapping[str, tuple[int, int]]
 
@@ -62,6 +66,11 @@ class Identity:
         decisive = asdict(self)
         del decisive["convention"], decisive["layer_ids"]
         return hashlib.sha256(json.dumps(decisive, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    @property
+    def last_is_normed(self) -> bool:
+        """Whether the states at the last depth went through the model's final norm, see :data:`LAST_IS_NORMED`."""
+        return bool(self.numerics.get(LAST_IS_NORMED, False))
 
     def key(self, input_ids: npt.ArrayLike) -> str:
         """Key of the sample with these token ids: sha256 (64 hex digits) over the identity and the ids."""

@@ -72,8 +72,9 @@ def test_the_commands_on_one_s_own_model_and_data(
         '{"id": "a", "messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]}\n'
         '{"id": "b", "text": "Once upon a time"}\n'
     )
-    assert len(ON_MY_STORE) == 8
+    assert len(ON_MY_STORE) == 10
     for command in ON_MY_STORE:
+        command = command.replace("3,15,27", "1,3,5").replace("/models/my-model", mine["model"]["path"])
         result = CliRunner().invoke(app, shlex.split(command)[1:])
         assert result.exit_code == 0, (command, result.output, result.exception)
     assert (tmp_path / "audit.html").is_file()

@@ -22,11 +22,12 @@ from tasks.store import layout
 from tasks.store.backend import Files, open_files
 from tasks.store.buffers import scratch
 from tasks.store.errors import DamagedSample, SampleNotFound
+from tasks.store.final_norm import FinalNorm
 from tasks.store.fp8 import dequantize
 from tasks.store.integrity import checked_files, load_record
 from tasks.store.layout import Record, StateSpec
 from tasks.store.manifest import Manifest, Source, from_spans
-from tasks.store.store import QUARANTINE, RUNS, FinalNorm, describe, stored_identity
+from tasks.store.store import QUARANTINE, RUNS, describe, stored_identity
 from tasks.vocabulary import Identity
 
 if TYPE_CHECKING:
@@ -254,6 +255,25 @@ class Reader:
             loss_mask_T=mask_T,
             next_token=record.next_token,
         )
+
+    def tokens(self, which: int | str) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+        """Token ids [T] and loss mask [T] alone, as :meth:`read`; the states are not read."""
+        key, _, source = self._resolve(which)
+        record = self.record(key)
+        ids, mask = (
+            bytes(data[:-4]) for _, data in checked_files(self._files, record, ["input_ids/c.0", "loss_mask/c.0"])
+        )
+        mask_T = np.frombuffer(mask, dtype=np.int8).astype(np.bool_)
+        if source is not None and source.spans is not None:
+            mask_T = from_spans(source.spans, record.num_tokens)
+        return np.frombuffer(ids, dtype="<i4"), mask_T
+
+    def mask_digest(self, which: int | str) -> str:
+        """Digest by which the loss mask of a sample or of a source is told from others; from the manifest alone."""
+        key, _, source = self._resolve(which)
+        if source is None or source.spans is None:
+            return self._entries[key].mask
+        return layout.mask_digest(from_spans(source.spans, self._entries[key].num_tokens))
 
     def record(self, key: str) -> Record:
         """The sample's completion record, checked against itself and against this store.

@@ -27,6 +27,7 @@ from pydantic import TypeAdapter
 from tasks.store import layout
 from tasks.store.backend import Backend, Files, Publication, open_backend
 from tasks.store.errors import DamagedSample, IdentityMismatch, NotAStore, StoreBusy, StoreError, storage_failures
+from tasks.store.final_norm import FinalNorm
 from tasks.store.integrity import probe
 from tasks.store.layout import PRIVATE, RECORD, StateSpec, sample_path
 from tasks.store.manifest import Batch, Entry, ManifestWriter, Source, Spans, to_spans
@@ -38,16 +39,6 @@ FORMAT = "layertap"
 QUARANTINE = f"{PRIVATE}/quarantine"
 RUNS = f"{PRIVATE}/runs"
 _SAFE_RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-
-
-@dataclass(frozen=True, eq=False)
-class FinalNorm:
-    """The model's norm after the last layer, so that readers can apply it to r_L."""
-
-    weight: npt.NDArray[np.float32]
-    """[H]"""
-    eps: float
-    kind: str = "rms"
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,8 +10,9 @@ from tasks.model import Checkpoint, final_norm
 from tasks.report.log import logger
 from tasks.report.summary import Outcome
 from tasks.samples import SampleTable
+from tasks.store.final_norm import FinalNorm
 from tasks.store.maintenance import preflight
-from tasks.store.store import FinalNorm, SourceRecord, StagedSample, Store
+from tasks.store.store import SourceRecord, StagedSample, Store
 from tasks.vocabulary import Chunk, Identity, PlannedSample, Verdict
 
 

@@ -5,6 +5,7 @@ trusted: digests are computed again from the disk, tokens are proved again from 
 compared with each other.
 """
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -232,7 +233,7 @@ def _check_values(
     found.profile = profile_of(rms_TL)
     _check_rows(found, identity, rms_TL, rows_TL, stored.input_ids_T)
     if head is not None and found.finite:
-        _check_tokens(found, stored, values_LTH[-1], head, margin(identity))
+        _check_tokens(found, stored, values_LTH[-1], head, identity)
 
 
 def _check_digests(
@@ -278,13 +279,13 @@ def _check_rows(
             found.problems.append(Problem(reason, f"rows by depth: {by_depth}"))
 
 
-def _check_tokens(found: Audited, stored: StoredSample, last_TH: torch.Tensor, head: Head, limit: float) -> None:
-    ids_T, num_tokens = stored.input_ids_T, stored.num_tokens
-    positions = np.unique(np.linspace(0, num_tokens - 2, min(num_tokens - 1, POSITIONS)).astype(int))
-    following = [*ids_T[positions + 1].tolist(), -1 if stored.next_token is None else stored.next_token]
-    *proofs, last = head.prove(last_TH[[*positions, num_tokens - 1]], following, limit)
+def _check_tokens(found: Audited, stored: StoredSample, last_TH: torch.Tensor, head: Head, identity: Identity) -> None:
+    predicted = predict(
+        head, last_TH, stored.input_ids_T, stored.next_token, margin(identity), normed=identity.last_is_normed
+    )
+    found.predicted, found.hits = predicted.rows, predicted.hits
     if stored.next_token is not None:
-        found.proof = last
+        found.proof = last = predicted.last
         if last.outcome == "failed":
             found.problems.append(
                 Problem(
@@ -293,20 +294,65 @@ def _check_tokens(found: Audited, stored: StoredSample, last_TH: torch.Tensor, h
                     f"{last.gap:.3g} lower (near ties end at {last.margin:.3g})",
                 )
             )
-    if not len(positions):
-        return
-    tokens = np.array([proof.computed for proof in proofs])
-    found.predicted = len(positions)
-    found.hits = {shift: _hits(tokens, positions, ids_T, shift) for shift in SHIFTS}
-    best = max(SHIFTS, key=lambda shift: found.hits[shift])
-    if found.hits[best] > found.hits[0] + max(4.0, 3 * found.hits[best] ** 0.5):
-        found.problems.append(
-            Problem(
-                "shifted",
-                f"rows predict the token {1 + best} ahead instead of the next: {found.hits[best]} of {found.predicted} "
-                f"rows do, {found.hits[0]} the next",
-            )
+    if predicted.shift:
+        found.problems.append(Problem("shifted", predicted.describe_shift()))
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What the rows of one sample's last state predict."""
+
+    rows: int
+    """Rows that were asked; the last row is not among them."""
+    hits: Mapping[int, int]
+    """Shift s -> rows t whose most likely next token is the token at t + 1 + s; 0 is right."""
+    last: Proof
+    """Of the last row."""
+
+    @property
+    def shift(self) -> int:
+        """The shift that explains clearly more rows than none does, else 0."""
+        best = max(self.hits, key=lambda shift: self.hits[shift], default=0)
+        return best if best and clearly_more(self.hits[best], self.hits[0]) else 0
+
+    def describe_shift(self) -> str:
+        return (
+            f"rows predict the token {1 + self.shift} ahead instead of the next: {self.hits[self.shift]} of "
+            f"{self.rows} rows do, {self.hits[0]} the next"
         )
+
+
+def clearly_more(hits: int, others: int) -> bool:
+    """Whether so many more rows hit that chance does not explain it."""
+    return hits > others + max(4.0, 3 * math.sqrt(hits))
+
+
+def predict(
+    head: Head,
+    last_TH: torch.Tensor,
+    ids_T: npt.NDArray[np.int32],
+    next_token: int | None,
+    limit: float,
+    *,
+    normed: bool = False,
+) -> Predicted:
+    """Ask rows of a sample for their next token, and see how far ahead it stands.
+
+    Args:
+        head: of the model.
+        last_TH: [T, H] r_L.
+        ids_T: the sample's tokens.
+        next_token: what the engine sampled after the sample, where that is known.
+        limit: see :data:`tasks.verify.proof.MARGIN`.
+        normed: the states went through the final norm already.
+    """
+    num_tokens = len(ids_T)
+    positions = np.unique(np.linspace(0, num_tokens - 2, min(num_tokens - 1, POSITIONS)).astype(int))
+    following = [*ids_T[positions + 1].tolist(), -1 if next_token is None else next_token]
+    *proofs, last = head.prove(last_TH[[*positions, num_tokens - 1]], following, limit, normed=normed)
+    tokens = np.array([proof.computed for proof in proofs], dtype=np.int64)
+    hits = {shift: _hits(tokens, positions, ids_T, shift) for shift in SHIFTS} if len(positions) else {}
+    return Predicted(len(positions), hits, last)
 
 
 def _hits(

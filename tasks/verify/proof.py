@@ -48,23 +48,33 @@ class Head:
         self._weight_VH = weight.to(device, torch.float32 if weight.numel() <= _FLOAT_ELEMENTS else weight.dtype)
 
     @torch.inference_mode()
-    def logits(self, states_NH: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Logits of states of the last depth, a block of the vocabulary at a time: (first token id, [N, block])."""
-        rows_NH = states_NH.to(self._device, torch.float32)
-        normed_NH = rows_NH * torch.rsqrt(rows_NH.square().mean(dim=1, keepdim=True) + self._eps) * self._norm_H
+    def logits(self, states_NH: torch.Tensor, *, normed: bool = False) -> Iterator[tuple[int, torch.Tensor]]:
+        """Logits of states of the last depth, a block of the vocabulary at a time: (first token id, [N, block]).
+
+        Args:
+            states_NH: [N, H], rows of r_L.
+            normed: they went through the final norm already.
+        """
+        normed_NH = states_NH.to(self._device, torch.float32)
+        if not normed:
+            scale_N1 = torch.rsqrt(normed_NH.square().mean(dim=1, keepdim=True) + self._eps)
+            normed_NH = normed_NH * scale_N1 * self._norm_H
         for start in range(0, self._weight_VH.shape[0], _VOCABULARY_AT_ONCE):
             block_vH = self._weight_VH[start : start + _VOCABULARY_AT_ONCE].float()
             yield start, normed_NH @ block_vH.T
 
-    def prove(self, states_NH: torch.Tensor, sampled: Sequence[int], margin: float) -> list[Proof]:
+    def prove(
+        self, states_NH: torch.Tensor, sampled: Sequence[int], margin: float, *, normed: bool = False
+    ) -> list[Proof]:
         """Compare tokens with the most likely ones after each row.
 
         Args:
             states_NH: [N, H], rows of r_L.
             sampled: the token that the engine sampled greedily after each, or any other to compare with.
             margin: see :data:`MARGIN`.
+            normed: see :meth:`logits`.
         """
-        tokens, best, chosen, scale = self._best(states_NH, np.asarray(sampled, dtype=np.int64))
+        tokens, best, chosen, scale = self._best(states_NH, np.asarray(sampled, dtype=np.int64), normed)
         proofs = []
         for i, token in enumerate(sampled):
             gap, limit = float(best[i] - chosen[i]), margin * float(scale[i])
@@ -77,7 +87,7 @@ class Head:
         return proofs
 
     def _best(
-        self, states_NH: torch.Tensor, sampled: npt.NDArray[np.int64]
+        self, states_NH: torch.Tensor, sampled: npt.NDArray[np.int64], normed: bool
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """Most likely token, its logit, the logit of the sampled one and the largest magnitude; each [N]."""
         num_rows = states_NH.shape[0]
@@ -85,7 +95,7 @@ class Head:
         best = np.full(num_rows, -np.inf, dtype=np.float32)
         chosen = np.full(num_rows, -np.inf, dtype=np.float32)
         scale = np.zeros(num_rows, dtype=np.float32)
-        for start, logits_Nv in self.logits(states_NH):
+        for start, logits_Nv in self.logits(states_NH, normed=normed):
             values, indices = (t.cpu().numpy() for t in logits_Nv.max(dim=1))
             larger = values > best
             tokens[larger], best[larger] = indices[larger] + start, values[larger]

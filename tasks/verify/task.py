@@ -16,7 +16,7 @@ from tasks.report.picture import Profiles
 from tasks.report.shape_audit import audit_rows
 from tasks.samples import SampleTable
 from tasks.store.reader import Reader
-from tasks.verify.audit import AuditReport, Recompute, audit, open_head
+from tasks.verify.audit import AuditError, AuditReport, Recompute, audit, open_head
 from tasks.verify.examine import Examiner
 from tasks.vocabulary import Chunk, Receipt, Verdict, digest_ids
 
@@ -101,6 +101,8 @@ def audit_store(
 
 def _reference(name: Reference | None, reader: Reader, checkpoint: Checkpoint, engine: Engine) -> Any:
     """A context manager that gives the function to recompute states with, or None."""
+    if name is not None and reader.identity.last_is_normed:
+        raise AuditError("the store's last states were imported after the final norm; no reference computes those")
     if name == "solo":
         from tasks.verify.solo import Solo
 

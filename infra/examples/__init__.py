@@ -1,0 +1,1 @@
+"""Short programs that read what Layertap stores, to be copied from."""
