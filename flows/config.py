@@ -81,13 +81,13 @@ class Extraction(BaseModel):
         limit: int | None = None,
         store: str | None = None,
         chunk_tokens: int | None = None,
+        shuffle_seed: int | None = None,
     ) -> Self:
         """The same extraction with the given knobs changed."""
         values = self.model_dump()
         if dataset is not None:
             values["data"] |= {"path": dataset, "sources": ()}
-        if limit is not None:
-            values["data"]["limit"] = limit
+        values["data"] |= {k: v for k, v in {"limit": limit, "shuffle_seed": shuffle_seed}.items() if v is not None}
         values |= {k: v for k, v in {"store": store, "chunk_tokens": chunk_tokens}.items() if v is not None}
         return type(self).model_validate(values)
 

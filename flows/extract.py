@@ -15,12 +15,13 @@ from tasks.extract.checks import check
 from tasks.extract.task import LazyEngine, engine_spec, extract_chunk
 from tasks.model import resolve
 from tasks.plan.chunks import retries
+from tasks.plan.shards import Shard
 from tasks.plan.task import plan_chunks
 from tasks.report.picture import Profiles
 from tasks.report.progress import Progress
 from tasks.report.summary import Summary
 from tasks.report.task import report_run
-from tasks.store.task import commit_chunk, open_store, record_reused, require_room
+from tasks.store.task import commit_chunk, note_failed, open_store, record_reused, require_room
 from tasks.tokenize.task import tokenize_data
 from tasks.verify.examine import Examiner
 from tasks.verify.task import verify_chunk
@@ -42,6 +43,9 @@ def extract(
     store: str | None = None,
     chunk_tokens: int | None = None,
     force: bool = False,
+    shuffle_seed: int | None = None,
+    only_failed: bool = False,
+    shard: Shard | None = None,
 ) -> State[Any]:
     """Extract the hidden states of every sample that the store lacks.
 
@@ -52,11 +56,17 @@ def extract(
         store: Another store than the extraction's.
         chunk_tokens: Another chunk size than the extraction's.
         force: Begin even if the planned samples do not fit into the free space.
+        shuffle_seed: Read the rows in the random order of this seed, before any limit.
+        only_failed: Extract nothing but what the store's last run could not commit: failed chunks and quarantined
+            samples.
+        shard: Of the samples, only this part, while other runs write theirs to the same store; set by a fleet.
 
     Returns:
         A state with a :class:`tasks.report.summary.Summary`; Failed unless all samples are in the store.
     """
-    wanted = extraction.overridden(dataset=dataset, limit=limit, store=store, chunk_tokens=chunk_tokens)
+    wanted = extraction.overridden(
+        dataset=dataset, limit=limit, store=store, chunk_tokens=chunk_tokens, shuffle_seed=shuffle_seed
+    )
     run = runtime.flow_run.name or "extract"
     checkpoint = resolve(wanted.model)
     check(checkpoint, wanted.layers, wanted.dtype, wanted.engine)
@@ -67,12 +77,12 @@ def extract(
 
     with (
         tempfile.TemporaryDirectory(prefix="layertap-") as scratch,
-        open_store(wanted.store, identity, checkpoint, run) as target,
+        open_store(wanted.store, identity, checkpoint, run, shard) as target,
     ):
         table, summary.input = tokenize_data(
             wanted.data, checkpoint, identity, wanted.engine.max_model_len, Path(scratch)
         )
-        chunks = plan_chunks(table, target, wanted.chunk_tokens)
+        chunks = plan_chunks(table, target, wanted.chunk_tokens, shard, only_failed)
         summary.reused = record_reused(chunks, table, target)
         if any(chunk.missing for chunk in chunks):
             require_room(chunks, target, force)
@@ -105,6 +115,7 @@ def extract(
                 wait([commit])
                 if commit.state.is_completed():
                     summary.add_retry(commit.result(), verdict.key)
+        note_failed(chunks, summary, target)
         summary.finish(progress, engine.started is not None)
         report_run(summary, profiles, run, table.num_tokens, wanted.engine.max_model_len - 1)
     return (Completed if summary.complete else Failed)(message=summary.message, data=summary)

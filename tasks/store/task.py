@@ -6,18 +6,30 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from tasks.model import Checkpoint, final_norm
+from tasks.plan.shards import Shard
 from tasks.report.log import logger
-from tasks.report.summary import Outcome
+from tasks.report.summary import Outcome, Summary
 from tasks.samples import SampleTable
+from tasks.store.backend import Share
 from tasks.store.maintenance import preflight
 from tasks.store.store import FinalNorm, SourceRecord, StagedSample, Store
 from tasks.vocabulary import Chunk, Identity, PlannedSample, Verdict
 
+# A node that died may hold its share of an object store this long, and shards that begin at once wait for each other.
+SHARE_WAIT_S = 180.0
 
-def open_store(url: str, identity: Identity, checkpoint: Checkpoint, run: str) -> Store:
-    """Open or create the store for this run; a context manager."""
+
+def open_store(url: str, identity: Identity, checkpoint: Checkpoint, run: str, shard: Shard | None = None) -> Store:
+    """Open or create the store for this run, or for one of several that fill it together; a context manager."""
     weight, eps = final_norm(checkpoint)
-    return Store.open(url, identity, run=run, final_norm=FinalNorm(weight, eps))
+    return Store.open(
+        url,
+        identity,
+        run=run,
+        share=Share(shard.group, shard.name) if shard else None,
+        final_norm=FinalNorm(weight, eps),
+        wait_s=SHARE_WAIT_S if shard else 0.0,
+    )
 
 
 def record_reused(chunks: Sequence[Chunk], table: SampleTable, store: Store) -> int:
@@ -39,6 +51,13 @@ def require_room(chunks: Sequence[Chunk], store: Store, force: bool) -> None:
     tokens = sum(sample.num_tokens for sample in missing)
     room = preflight(store, tokens, len(missing), chunk_tokens=largest, force=force)
     logger.info(f"room in {store.url}: {room}")
+
+
+def note_failed(chunks: Sequence[Chunk], summary: Summary, store: Store) -> None:
+    """Note which samples this run was asked for and did not commit, for a run over only those."""
+    quarantined = [verdict.key for verdict in summary.quarantined]
+    lost = [s.key for chunk in chunks if chunk.name in summary.failed_chunks for s in chunk.missing]
+    store.write_failed([*quarantined, *lost])
 
 
 @task(name="commit", task_run_name="commit {chunk.name}", cache_policy=NO_CACHE, persist_result=False)
