@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from flows import store_cli
+from flows import runs_cli, store_cli
 from tasks.report.log import logger
 
 # Read when Prefect, vLLM and torch are imported, so commands import them late; what the user has set stays.
@@ -45,6 +45,12 @@ def extract(
     store: Annotated[str | None, typer.Option(help="Another store than the preset's.")] = None,
     chunk_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of one chunk.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Begin even if the samples may not fit on the disk.")] = False,
+    shuffle_seed: Annotated[
+        int | None, typer.Option(min=0, help="Read the rows in the random order of this seed, before any limit.")
+    ] = None,
+    only_failed: Annotated[
+        bool, typer.Option("--only-failed", help="Extract only what the store's last run could not commit.")
+    ] = False,
 ) -> None:
     """Extract the hidden states that the store lacks. Ends with 0 only if everything asked for is in the store."""
     from flows.config import ConfigError, Extraction
@@ -56,7 +62,7 @@ def extract(
     from flows.extract import extract as flow  # Prefect takes seconds to import; a bad preset need not wait for it
 
     _log_to_terminal()
-    state = flow(extraction, dataset, limit, store, chunk_tokens, force, return_state=True)
+    state = flow(extraction, dataset, limit, store, chunk_tokens, force, shuffle_seed, only_failed, return_state=True)
     outcome: Any = state.result(raise_on_failure=False)
     if isinstance(outcome, BaseException):
         raise _stop(outcome)
@@ -177,6 +183,7 @@ def doctor(
 
 
 store_cli.register(app, console)
+runs_cli.register(app, console)
 
 
 def run() -> None:

@@ -11,6 +11,7 @@ from prefect.states import Completed, Failed
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.config import Extraction
+from flows.pause import Gate
 from tasks.extract.checks import check
 from tasks.extract.task import LazyEngine, engine_spec, extract_chunk
 from tasks.model import resolve
@@ -89,7 +90,7 @@ def extract(
             target.write_provenance(wanted.provenance())
         with (
             Progress(chunks) as progress,
-            LazyEngine(engine_spec(checkpoint, identity, wanted.engine, target)) as engine,
+            LazyEngine(engine_spec(checkpoint, identity, wanted.engine, target), Gate(runtime.flow_run.id)) as engine,
         ):
             steps: list[tuple[Chunk, list[PrefectFuture[Any]]]] = []
             for chunk in chunks:

@@ -21,6 +21,7 @@ from tasks.digest import differing_rows
 from tasks.extract.capture import OWNER_VARIABLE
 from tasks.extract.checks import StartupError, vllm_version
 from tasks.extract.config import Engine
+from tasks.extract.devices import Devices, engine_devices
 from tasks.model import Checkpoint
 from tasks.verify.diagnose import Expected, explain
 from tasks.vocabulary import DType, Receipt, RowEvidence, digest_ids
@@ -57,6 +58,8 @@ class EngineSpec:
     """The function that stages a sample, as ``package.module:function`` (see :data:`tasks.extract.writer.Stage`)."""
     stage_spec: Mapping[str, Any]
     """What that function needs to know of the store; plain values."""
+    owner: str = "another run"
+    """Name of the run, for those that wait for the engine's devices."""
 
 
 @dataclass(eq=False)
@@ -97,6 +100,7 @@ class CaptureEngine:
         self._started: Future[None] = Future()
         self._stopping = threading.Event()
         self._dead: BaseException | None = None
+        self._devices = Devices(spec.owner)
         self._thread = threading.Thread(target=self._run, name="layertap-engine", daemon=True)
 
     def start(self) -> Self:
@@ -146,6 +150,7 @@ class CaptureEngine:
             self._stopping.set()
             if vllm_engine is not None:
                 self._unload(vllm_engine)
+            self._devices.release()
             self._fail(active)
 
     def _fail(self, active: list[Job]) -> None:
@@ -172,6 +177,9 @@ class CaptureEngine:
         from vllm.platforms import current_platform
 
         on_cpu = current_platform.is_cpu()
+        visible = os.environ.get(current_platform.device_control_env_var)
+        if not self._devices.take(engine_devices(engine.tensor_parallel_size, visible, on_cpu), self._stopping):
+            raise EngineDied("the engine was shut down while it waited for its devices")
         arguments: dict[str, Any] = {
             "model": str(spec.checkpoint.path),
             "trust_remote_code": spec.checkpoint.trust_remote_code,

@@ -1,6 +1,7 @@
 """The extraction of one chunk as a Prefect task, and the engine that all chunks of a run share."""
 
 import threading
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -25,8 +26,15 @@ class Halted(RuntimeError):
 class LazyEngine:
     """Starts the engine when the first chunk needs it; a run that finds everything in the store never does."""
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: EngineSpec, gate: Callable[[], None] = lambda: None) -> None:
+        """Start nothing yet.
+
+        Args:
+            spec: of the engine.
+            gate: Called before each chunk; returns when it may be begun.
+        """
         self.spec = spec
+        self._gate = gate
         self.halted: str | None = None
         self._engine: CaptureEngine | None = None
         self._lock = threading.Lock()
@@ -41,11 +49,13 @@ class LazyEngine:
         Raises:
             Halted: it was told to extract nothing more.
         """
+        self._gate()
         if self.halted:
             raise Halted(self.halted)
         with self._lock:
             if self._engine is None or not self._engine.alive:
-                self._engine = CaptureEngine(self.spec).start()
+                self._engine = CaptureEngine(self.spec)  # known before it has started, so that it can be stopped
+                self._engine.start()
             return self._engine
 
     @property
@@ -65,7 +75,7 @@ class LazyEngine:
 
 def engine_spec(checkpoint: Checkpoint, identity: Identity, engine: Engine, store: Store) -> EngineSpec:
     """What the engine must be to fill this store."""
-    return EngineSpec(checkpoint, identity.depths, identity.dtype, engine, STAGE, store.spec.to_dict())
+    return EngineSpec(checkpoint, identity.depths, identity.dtype, engine, STAGE, store.spec.to_dict(), store.run)
 
 
 @task(name="extract", task_run_name="extract {chunk.name}", cache_policy=NO_CACHE, persist_result=False)

@@ -49,7 +49,9 @@ def cut(group: str, samples: Sequence[PlannedSample], count: int) -> list[Shard]
         # By the middle of the sample, so that a long one goes to the side on which most of it lies.
         firsts.setdefault((2 * before + sample.num_tokens) * count // (2 * total), sample.key)
         before += sample.num_tokens
-    bounds = ["", *list(firsts.values())[1:]] if firsts else []
+    if not firsts:
+        return []
+    bounds = ["", *list(firsts.values())[1:]]
     return [
         Shard(group=group, index=i, count=len(bounds), first=first, end=end)
         for i, (first, end) in enumerate(zip(bounds, [*bounds[1:], None], strict=True))

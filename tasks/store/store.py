@@ -448,6 +448,11 @@ class Store:
             if self._staging is not None:
                 shutil.rmtree(self._staging / key, ignore_errors=True)
 
+    @property
+    def quarantined_keys(self) -> set[str]:
+        """Keys of the samples that are in quarantine."""
+        return set(self._quarantined)
+
     def _release(self, key: str) -> None:
         if key in self._quarantined:
             self.backend.remove(f"{QUARANTINE}/{key}.json")

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from tasks.fleet.summary import FleetSummary
 from tasks.model import Checkpoint, final_norm
 from tasks.plan.shards import Shard
 from tasks.report.log import logger
@@ -19,8 +20,19 @@ from tasks.vocabulary import Chunk, Identity, PlannedSample, Verdict
 SHARE_WAIT_S = 180.0
 
 
-def open_store(url: str, identity: Identity, checkpoint: Checkpoint, run: str, shard: Shard | None = None) -> Store:
-    """Open or create the store for this run, or for one of several that fill it together; a context manager."""
+def open_store(
+    url: str, identity: Identity, checkpoint: Checkpoint, run: str, shard: Shard | None = None, wait: bool = False
+) -> Store:
+    """Open or create the store for this run, or for one of several that fill it together; a context manager.
+
+    Args:
+        url: of the store.
+        identity: of its samples.
+        checkpoint: that fills it.
+        run: name of the run.
+        shard: Share the store with the others of the shard's group.
+        wait: Wait a while for others to let go of the store, as a shard always does.
+    """
     weight, eps = final_norm(checkpoint)
     return Store.open(
         url,
@@ -28,7 +40,7 @@ def open_store(url: str, identity: Identity, checkpoint: Checkpoint, run: str, s
         run=run,
         share=Share(shard.group, shard.name) if shard else None,
         final_norm=FinalNorm(weight, eps),
-        wait_s=SHARE_WAIT_S if shard else 0.0,
+        wait_s=SHARE_WAIT_S if shard or wait else 0.0,
     )
 
 
@@ -58,6 +70,17 @@ def note_failed(chunks: Sequence[Chunk], summary: Summary, store: Store) -> None
     quarantined = [verdict.key for verdict in summary.quarantined]
     lost = [s.key for chunk in chunks if chunk.name in summary.failed_chunks for s in chunk.missing]
     store.write_failed([*quarantined, *lost])
+
+
+def count_missing(planned: Sequence[PlannedSample], store: Store, summary: FleetSummary) -> None:
+    """Count in the store what became of samples that it lacked, and note those that it still lacks."""
+    left = set(store.missing((sample.key, sample.num_tokens) for sample in planned))
+    store.record()  # lists what a node committed just before it died
+    store.write_failed(left)
+    summary.extracted = len(planned) - len(left)
+    summary.tokens = sum(sample.num_tokens for sample in planned if sample.key not in left)
+    summary.left = len(left)
+    summary.quarantined = len(left & store.quarantined_keys)
 
 
 @task(name="commit", task_run_name="commit {chunk.name}", cache_policy=NO_CACHE, persist_result=False)
