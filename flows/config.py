@@ -91,6 +91,18 @@ class Extraction(BaseModel):
         values |= {k: v for k, v in {"store": store, "chunk_tokens": chunk_tokens}.items() if v is not None}
         return type(self).model_validate(values)
 
+    def anchored(self) -> Self:
+        """The same extraction with absolute local paths, so that it means the same in another working directory."""
+        values = self.model_dump()
+        if "://" not in self.store:
+            values["store"] = str(Path(self.store).expanduser().absolute())
+        if Path(self.model.path).expanduser().is_dir():
+            values["model"]["path"] = str(Path(self.model.path).expanduser().absolute())
+        for source in (values["data"], *values["data"]["sources"]):
+            if source["path"] is not None:
+                source["path"] = source["path"].expanduser().absolute()
+        return type(self).model_validate(values)
+
     def identity(self, checkpoint: Checkpoint) -> Identity:
         """What decides the states' values and shape; ``layers`` must have been checked against the checkpoint."""
         return Identity(

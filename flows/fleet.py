@@ -71,7 +71,7 @@ def extract_fleet(
         raise NoServer("a fleet needs a Prefect server that its nodes can reach: set PREFECT_API_URL to its address")
     wanted = extraction.overridden(
         dataset=dataset, limit=limit, store=store, chunk_tokens=chunk_tokens, shuffle_seed=shuffle_seed
-    )
+    ).anchored()
     run = runtime.flow_run.name or "extract-fleet"
     checkpoint = resolve(wanted.model)
     check(checkpoint, wanted.layers, wanted.dtype, wanted.engine)

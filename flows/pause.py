@@ -2,11 +2,12 @@
 
 import time
 from datetime import UTC, datetime
+from typing import Any
 from uuid import UUID, uuid4
 
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
-from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.responses import SetStateStatus
 from prefect.flow_runs import resume_flow_run
 from prefect.states import Paused
@@ -61,7 +62,7 @@ def pause(run: str, timeout_s: int | None = None) -> FlowRun:
     """
     found = find(run)
     with get_client(sync_client=True) as client:
-        state = Paused(timeout_seconds=timeout_s, reschedule=False, pause_key=str(uuid4()))
+        state: State[Any] = Paused(timeout_seconds=timeout_s, reschedule=False, pause_key=str(uuid4()))
         answer = client.set_flow_run_state(found.id, state)
     if answer.status != SetStateStatus.ACCEPT:
         raise PauseError(f"{found.name} cannot be paused: it is {found.state_name}")
