@@ -1,0 +1,39 @@
+"""The flow ``extract`` as a node runs it, except that a scripted shard's process kills itself before a commit.
+
+The faults are scripted in a file that the first run to reach the point removes, so that it happens once: a line with
+the shard's name, and the number of the commit, from 1.
+"""
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+from flows.extract import extract
+from tasks.store.store import StagedSample, Store
+
+SCRIPT = "LAYERTAP_TEST_KILL_SCRIPT"
+LOG = "LAYERTAP_TEST_COMMIT_LOG"
+"""A file that takes a line for each sample that a node is about to commit: its shard, process and key."""
+
+_commit = Store.commit
+_commits = 0
+
+
+def commit(store: Store, samples: Sequence[StagedSample]) -> list[str]:
+    global _commits
+    _commits += 1
+    script = Path(os.environ[SCRIPT])
+    share = store.share.name if store.share else ""
+    if script.exists() and script.read_text().split() == [share, str(_commits)]:
+        script.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+    committed = _commit(store, samples)
+    with Path(os.environ[LOG]).open("a") as log:
+        log.writelines(f"{share} {os.getpid()} {key}\n" for key in committed)
+    return committed
+
+
+Store.commit = commit  # type: ignore[method-assign]
+
+__all__ = ["extract"]
