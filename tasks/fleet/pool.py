@@ -32,7 +32,7 @@ class Pool(Generic[N]):
             attempts: nodes that one piece of work may outlive, before it is held to be what kills them.
             bury: called once with each node that died, before its work goes to another.
         """
-        self._free = {number: slots for number in range(len(nodes))}
+        self._free = dict.fromkeys(range(len(nodes)), slots)
         self._nodes = list(nodes)
         self._attempts = attempts
         self._bury = bury
