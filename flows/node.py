@@ -16,7 +16,7 @@ from tasks.report.picture import Profiles
 from tasks.report.progress import Progress
 from tasks.report.summary import Outcome
 from tasks.samples import Sample, SampleTable, SampleTableWriter
-from tasks.store.task import commit_chunk, open_store
+from tasks.store.task import commit_chunk, open_store, record_reused
 from tasks.verify.examine import Examiner
 from tasks.verify.task import verify_chunk
 from tasks.vocabulary import Chunk, Profile, Verdict
@@ -74,21 +74,38 @@ class Node:
         """Process of this node, once it is ready."""
         return os.getpid()
 
-    def run(self, parcel: Parcel) -> tuple[Outcome, str | None]:
-        """Extract, verify and commit one chunk; returns what became of it, and why the run should stop, if so."""
+    def run(self, parcel: Parcel, after_another: bool = False) -> tuple[Outcome, str | None]:
+        """Extract, verify and commit one chunk.
+
+        Args:
+            parcel: The chunk.
+            after_another: Whether another node died of it, which may have committed some of its samples.
+
+        Returns:
+            What became of the chunk, and why the run should stop, if it should.
+        """
         chunk = parcel.chunk
         path = self._scratch / f"{chunk.name}.arrow"
         with SampleTableWriter(path) as writer:
             writer.add(parcel.samples)
         table = SampleTable(path)
         path.unlink()
+        if after_another:
+            self._store.look_again()
+            missing = set(self._store.missing((s.key, s.num_tokens) for s in chunk.missing))
+            chunk = replace(chunk, missing=tuple(s for s in chunk.missing if s.key in missing))
+            record_reused([chunk], table, self._store)
+            if not missing:
+                return _as_committed(parcel.chunk, chunk), None
         suspect = parcel.earlier is not None
         extracted = extract_chunk.fn(chunk, table, self._store, self._engine, self._progress, suspect=suspect)
         verdicts = verify_chunk.fn(
             chunk, extracted.data, table, self._examiner, self._profiles, self._engine.halt, parcel.earlier
         )
         outcome = commit_chunk.fn(chunk, verdicts, table, self._store)
-        return outcome, self._engine.halted
+        found = _as_committed(parcel.chunk, chunk)
+        total = replace(outcome, extracted=outcome.extracted + found.extracted, tokens=outcome.tokens + found.tokens)
+        return total, self._engine.halted
 
     def profiles(self) -> list[Profile]:
         """How large the states were along some samples, for the run's picture."""
@@ -97,3 +114,9 @@ class Node:
     def close(self) -> None:
         """Shut the engine down and let go of the store."""
         self._closing.close()
+
+
+def _as_committed(planned: Chunk, left: Chunk) -> Outcome:
+    """The part of a chunk that another node committed before it died."""
+    tokens = sum(s.num_tokens for s in planned.missing) - sum(s.num_tokens for s in left.missing)
+    return Outcome(len(planned.missing) - len(left.missing), tokens, 0, 0)

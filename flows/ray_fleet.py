@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,10 +82,13 @@ def extract_on_a_node(
         return Completed(name="Cached", message=f"{reused}/{reused} verified in store", data=None)
     parcel = Parcel.pack(chunk, table, earlier)
 
+    tried: list[str] = []
+
     def work(node: RayNode) -> tuple[RayNode, Outcome, str | None]:
         gate()
         progress.engine_ready()
-        return node, *node.call("run", parcel)
+        tried.append(node.name)
+        return node, *node.call("run", parcel, len(tried) > 1)
 
     node, outcome, halted = pool.run(work)
     for sample in chunk.missing:
@@ -248,8 +251,6 @@ def _end(nodes: Sequence[RayNode]) -> None:
     import ray
 
     for node in nodes:
-        try:
+        with suppress(ray.exceptions.RayError):
             ray.get(node.actor.close.remote(), timeout=120)
-        except ray.exceptions.RayError:
-            pass
         ray.kill(node.actor)

@@ -277,6 +277,10 @@ class Store:
         )
         return [key for key, n in lengths.items() if key in doubtful and not self._adopt(key, n)]
 
+    def look_again(self) -> None:
+        """Take notice of places that others have begun to write to since this store was opened."""
+        self._shards |= set(self.backend.names("samples"))
+
     def _adopt(self, key: str, num_tokens: int) -> bool:
         """Take up a whole sample that the manifest does not list, since a run died before it wrote that."""
         if key[:2] not in self._shards:

@@ -1,4 +1,4 @@
-"""The flow ``extract`` as a node runs it, except that a scripted shard's process kills itself before a commit.
+"""The flow ``extract`` and the Ray node as they are, except that a scripted node kills itself before a commit.
 
 The faults are scripted in a file that the first run to reach the point removes, so that it happens once: a line with
 the shard's name, and the number of the commit, from 1.
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flows.extract import extract
+from flows.node import Node
 from tasks.store.store import StagedSample, Store
 
 SCRIPT = "LAYERTAP_TEST_KILL_SCRIPT"
@@ -36,4 +37,9 @@ def commit(store: Store, samples: Sequence[StagedSample]) -> list[str]:
 
 Store.commit = commit  # type: ignore[method-assign]
 
-__all__ = ["extract"]
+
+class DyingNode(Node):
+    """By its name, Ray's processes find this module."""
+
+
+__all__ = ["DyingNode", "extract"]
