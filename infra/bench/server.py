@@ -14,19 +14,19 @@ from contextlib import closing, contextmanager
 
 
 @contextmanager
-def prefect_server() -> Iterator[str]:
-    """Address of a real server in a process of its own, with an empty database; as SQLite is what comes with it."""
+def prefect_server(host: str = "127.0.0.1") -> Iterator[str]:
+    """Address of a real server in a process of its own, with an empty SQLite database."""
     with closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
+        free.bind((host, 0))
         port = free.getsockname()[1]
-    address = f"http://127.0.0.1:{port}"
+    address = f"http://{host}:{port}"
     with tempfile.TemporaryDirectory() as home:
         environment = os.environ | {
             "PREFECT_HOME": home,
             "PREFECT_SERVER_API_PORT": str(port),
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         }
-        command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+        command = [sys.executable, "-m", "prefect", "server", "start", "--host", host, "--port", str(port)]
         with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
             try:
                 _wait_until_up(f"{address}/api/health", server)

@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,11 +31,26 @@ def deploy(pool: str, entrypoint: str) -> str:
     return f"extract/{pool}"
 
 
+def pinned(core: int) -> list[str]:
+    """What a command begins with to run on one core."""
+    return ["taskset", "--cpu-list", str(core)]
+
+
 @contextmanager
-def workers(address: str, pool: str, cores: Mapping[str, int], directory: Path, **variables: str) -> Iterator[None]:
-    """Workers of a pool, one for each node: its name, and the core that all its processes run on."""
+def workers(
+    address: str, pool: str, nodes: Mapping[str, Sequence[str]], directory: Path, **variables: str
+) -> Iterator[None]:
+    """Workers of a pool, one for each node.
+
+    Args:
+        address: of the Prefect server.
+        pool: that they work for.
+        nodes: name -> what the worker's command begins with, such as :func:`pinned`.
+        directory: takes the workers' logs.
+        variables: more of their environment.
+    """
     started: list[subprocess.Popen[bytes]] = []
-    for name, core in cores.items():
+    for name, prefix in nodes.items():
         environment = os.environ | {
             "PREFECT_API_URL": f"{address}/api",
             "PREFECT_HOME": str(directory / name),
@@ -45,8 +60,8 @@ def workers(address: str, pool: str, cores: Mapping[str, int], directory: Path, 
             **variables,
         }
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        command = ["taskset", "--cpu-list", str(core), sys.executable, "-m", "prefect", "worker", "start"]
-        command += ["--pool", pool, "--name", name, "--limit", "1"]
+        command = [*prefix, sys.executable, "-m", "prefect", "worker", "start", "--pool", pool]
+        command += ["--name", name, "--limit", "1"]
         with (directory / f"{name}.log").open("wb") as log:
             started.append(
                 subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)

@@ -16,7 +16,7 @@ from tasks.store import open as open_store
 from tasks.store.maintenance import verify
 from tests.checkpoints import checkpoint_path
 from tests.flows import dying
-from tests.flows.nodes import deploy, workers
+from tests.flows.nodes import deploy, pinned, workers
 
 LENGTHS = [5 + i % 23 for i in range(40)]
 CORES = sorted(os.sched_getaffinity(0))
@@ -61,9 +61,9 @@ def test_a_killed_node_s_chunks_are_finished_by_the_other(prefect_server: str, t
     log.touch()
     deployment = deploy("two-nodes", "tests/flows/dying.py:extract")
     wanted = extraction(tmp_path, LENGTHS)
-    cores = {"node-a": CORES[0], "node-b": CORES[-1]}
+    nodes = {"node-a": pinned(CORES[0]), "node-b": pinned(CORES[-1])}
     variables = {dying.SCRIPT: str(script), dying.LOG: str(log)}
-    with workers(prefect_server, "two-nodes", cores, tmp_path, **variables):
+    with workers(prefect_server, "two-nodes", nodes, tmp_path, **variables):
         state, summary = run(wanted, deployment, nodes=2)
         assert state.is_completed(), summary.lines()
         assert state.message == "40 extracted, 0 reused, 2/2 shards completed, 1 issued again"
