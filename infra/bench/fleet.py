@@ -22,6 +22,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from prefect.events.worker import EventsWorker
+from prefect.logging.handlers import APILogWorker
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.config import Extraction
@@ -139,6 +141,9 @@ def main() -> None:
                     rates[count].append(rate)
                     times[count].append(seconds)
                     print(f"{count} nodes: {rate:.1f} tokens/s, the whole run {seconds:.1f} s", flush=True)
+        # What is not sent by now would wait for this server at the end of the process.
+        APILogWorker.drain_all(timeout=30)
+        EventsWorker.drain_all(timeout=30)
     ratio = statistics.median(rates[2]) / statistics.median(rates[1])
     whole = statistics.median(times[1]) / statistics.median(times[2])
     print(
