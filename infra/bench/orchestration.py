@@ -115,8 +115,8 @@ def main() -> None:
                     best[chunks] = found
     for chunks, found in best.items():
         print(
-            f"{chunks} chunks of {args.samples} samples, all cached: {found['process']:.1f} s from the command's start to "
-            f"its end, {found['flow']:.1f} s of them the flow run"
+            f"{chunks} chunks of {args.samples} samples, all cached: {found['process']:.1f} s from start to "
+            f"end, {found['flow']:.1f} s of them the flow run"
         )
     few, many = min(best), max(best)
     if few < many:
