@@ -18,8 +18,13 @@ def register(app: typer.Typer, console: Console) -> None:
     @app.command()
     def fleet(
         preset: Annotated[str, typer.Argument(help="A preset's name, or a YAML file like those in infra/presets.")],
-        deployment: Annotated[str, typer.Option(help="The deployment that extracts a shard, e.g. extract/kimi-k25.")],
-        nodes: Annotated[int, typer.Option(min=1, max=256, help="Nodes that have a worker.")] = 2,
+        deployment: Annotated[
+            str | None, typer.Option(help="The deployment that extracts a shard, e.g. extract/kimi-k25.")
+        ] = None,
+        nodes: Annotated[int, typer.Option(min=1, max=256, help="Nodes that have a worker of its pool.")] = 2,
+        ray: Annotated[
+            bool, typer.Option("--ray", help="All nodes of the Ray cluster at RAY_ADDRESS instead.")
+        ] = False,
         dataset: Annotated[str | None, typer.Option(help="Another data file than the preset's.")] = None,
         limit: Annotated[int | None, typer.Option(min=1, help="Read no more than this many rows of the data.")] = None,
         store: Annotated[str | None, typer.Option(help="Another store than the preset's.")] = None,
@@ -32,28 +37,34 @@ def register(app: typer.Typer, console: Console) -> None:
             bool, typer.Option("--only-failed", help="Extract only what the store's last run could not commit.")
         ] = False,
     ) -> None:
-        """Extract on many nodes at once, by the workers of a deployment's work pool. Ends with 0 as `extract` does."""
+        """Extract on many nodes at once. Ends with 0 only if everything asked for is in the store."""
         from flows.config import ConfigError, Extraction
 
+        if ray == (deployment is not None):
+            raise stop(ValueError("name a deployment whose workers extract the shards with --deployment, or use --ray"))
         try:
             extraction = Extraction.load(preset)
         except ConfigError as error:
             raise stop(error) from None
-        from flows.fleet import extract_fleet as flow
+        knobs: dict[str, Any] = {
+            "dataset": dataset,
+            "limit": limit,
+            "store": store,
+            "chunk_tokens": chunk_tokens,
+            "force": force,
+            "shuffle_seed": shuffle_seed,
+            "only_failed": only_failed,
+            "return_state": True,
+        }
+        state: Any
+        if deployment is not None:
+            from flows.fleet import extract_fleet
 
-        state: Any = flow(
-            extraction,
-            deployment,
-            nodes,
-            dataset,
-            limit,
-            store,
-            chunk_tokens,
-            force,
-            shuffle_seed,
-            only_failed,
-            return_state=True,
-        )
+            state = extract_fleet(extraction, deployment, nodes, **knobs)
+        else:
+            from flows.ray_fleet import extract_ray
+
+            state = extract_ray(extraction, **knobs)
         outcome: Any = state.result(raise_on_failure=False)
         if isinstance(outcome, BaseException):
             raise stop(outcome)
