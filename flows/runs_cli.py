@@ -22,9 +22,7 @@ def register(app: typer.Typer, console: Console) -> None:
             str | None, typer.Option(help="The deployment that extracts a shard, e.g. extract/kimi-k25.")
         ] = None,
         nodes: Annotated[int, typer.Option(min=1, max=256, help="Nodes that have a worker of its pool.")] = 2,
-        ray: Annotated[
-            bool, typer.Option("--ray", help="All nodes of the Ray cluster at RAY_ADDRESS instead.")
-        ] = False,
+        ray: Annotated[bool, typer.Option("--ray", help="All nodes of the Ray cluster at RAY_ADDRESS.")] = False,
         dataset: Annotated[str | None, typer.Option(help="Another data file than the preset's.")] = None,
         limit: Annotated[int | None, typer.Option(min=1, help="Read no more than this many rows of the data.")] = None,
         store: Annotated[str | None, typer.Option(help="Another store than the preset's.")] = None,
