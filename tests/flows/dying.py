@@ -1,7 +1,8 @@
 """The flow ``extract`` and the Ray node as they are, except that a scripted node kills itself before a commit.
 
-The faults are scripted in a file that the first run to reach the point removes, so that it happens once: a line with
-the shard's name, and the number of the commit, from 1.
+The fault is scripted in a file that the first run to reach the point removes, so that it happens once: a line with the
+shard's name, the number of the commit, from 1, and what dies: the ``process`` of the run, or with it the ``node``, which
+is the worker's whole process group.
 """
 
 import os
@@ -26,9 +27,13 @@ def commit(store: Store, samples: Sequence[StagedSample]) -> list[str]:
     _commits += 1
     script = Path(os.environ[SCRIPT])
     share = store.share.name if store.share else ""
-    if script.exists() and script.read_text().split() == [share, str(_commits)]:
-        script.unlink()
-        os.kill(os.getpid(), signal.SIGKILL)
+    if script.exists():
+        at_share, at_commit, what = script.read_text().split()
+        if (share, _commits) == (at_share, int(at_commit)):
+            script.unlink()
+            if what == "node":
+                os.killpg(os.getpgrp(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
     committed = _commit(store, samples)
     with Path(os.environ[LOG]).open("a") as log:
         log.writelines(f"{share} {os.getpid()} {key}\n" for key in committed)

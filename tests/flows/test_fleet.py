@@ -57,14 +57,14 @@ def run(wanted: Extraction, deployment: str, **knobs: Any) -> tuple[Any, FleetSu
 @pytest.mark.engine
 def test_a_killed_node_s_chunks_are_finished_by_the_other(prefect_server: str, tmp_path: Path) -> None:
     script, log = tmp_path / "script", tmp_path / "commits"
-    script.write_text("shard-001 2")
+    script.write_text("shard-001 2 node")
     log.touch()
     deployment = deploy("two-nodes", "tests/flows/dying.py:extract")
     wanted = extraction(tmp_path, LENGTHS)
     nodes = {"node-a": pinned(CORES[0]), "node-b": pinned(CORES[-1])}
     variables = {dying.SCRIPT: str(script), dying.LOG: str(log)}
     with workers(prefect_server, "two-nodes", nodes, tmp_path, **variables):
-        state, summary = run(wanted, deployment, nodes=2)
+        state, summary = run(wanted, deployment, nodes=2, silence_seconds=60)
         assert state.is_completed(), summary.lines()
         assert state.message == "40 extracted, 0 reused, 2/2 shards completed, 1 issued again"
         first, second = summary.shards

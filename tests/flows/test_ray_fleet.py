@@ -39,7 +39,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.engine
 @pytest.mark.usefixtures("cluster")
 def test_chunks_of_a_killed_node_go_to_the_other(prefect_server: str, tmp_path: Path) -> None:
-    (tmp_path / "script").write_text("shard-001 2")
+    (tmp_path / "script").write_text("shard-001 2 process")
     log = tmp_path / "commits"
     log.touch()
     wanted = extraction(tmp_path, LENGTHS)
