@@ -1,4 +1,9 @@
-"""The flow ``extract-ray``: one extraction by all nodes of a Ray cluster, chunk by chunk, into one store."""
+"""The flow ``extract-ray``: one extraction by all nodes of a Ray cluster, chunk by chunk, into one store.
+
+The task of a chunk is a thread here that waits for an actor. Run by prefect-ray's task runner, it would be one more
+process on a node of Ray's choice, which only passes the chunk on; and if that node died, the actor that it had chosen
+on another node would be lost to all others.
+"""
 
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -36,7 +41,7 @@ from tasks.vocabulary import Chunk, Identity, Verdict
 
 CHUNKS_PER_NODE = 3  # as in a run on one node: computed, waiting inside the engine, and verified and committed
 
-RUNNER: Any = ThreadPoolTaskRunner(max_workers=256)  # threads that wait for nodes
+RUNNER: Any = ThreadPoolTaskRunner(max_workers=64)  # threads that wait for nodes: enough for 20 of them
 
 
 @dataclass(frozen=True)
