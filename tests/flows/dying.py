@@ -1,8 +1,8 @@
 """The flow ``extract`` and the Ray node as they are, except that a scripted node kills itself before a commit.
 
-The fault is scripted in a file that the first run to reach the point removes, so that it happens once: a line with the
-shard's name, the number of the commit, from 1, and what dies: the ``process`` of the run, or with it the ``node``, which
-is the worker's whole process group.
+The fault is scripted in a file that the first run to reach the point removes, so that it happens once: the shard's
+name, the number of the commit, from 1, and what dies: the ``process`` of the run, or with it the ``node``, which is the
+worker's whole process group.
 """
 
 import os
