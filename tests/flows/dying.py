@@ -7,6 +7,7 @@ worker's whole process group.
 
 import os
 import signal
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,24 +21,26 @@ LOG = "LAYERTAP_TEST_COMMIT_LOG"
 
 _commit = Store.commit
 _commits = 0
+_one_at_a_time = threading.Lock()  # so that the commits before the fatal one are over
 
 
 def commit(store: Store, samples: Sequence[StagedSample]) -> list[str]:
     global _commits
-    _commits += 1
-    script = Path(os.environ[SCRIPT])
-    share = store.share.name if store.share else ""
-    if script.exists():
-        at_share, at_commit, what = script.read_text().split()
-        if (share, _commits) == (at_share, int(at_commit)):
-            script.unlink()
-            if what == "node":
-                os.killpg(os.getpgrp(), signal.SIGKILL)
-            os.kill(os.getpid(), signal.SIGKILL)
-    committed = _commit(store, samples)
-    with Path(os.environ[LOG]).open("a") as log:
-        log.writelines(f"{share} {os.getpid()} {key}\n" for key in committed)
-    return committed
+    with _one_at_a_time:
+        _commits += 1
+        script = Path(os.environ[SCRIPT])
+        share = store.share.name if store.share else ""
+        if script.exists():
+            at_share, at_commit, what = script.read_text().split()
+            if (share, _commits) == (at_share, int(at_commit)):
+                script.unlink()
+                if what == "node":
+                    os.killpg(os.getpgrp(), signal.SIGKILL)
+                os.kill(os.getpid(), signal.SIGKILL)
+        committed = _commit(store, samples)
+        with Path(os.environ[LOG]).open("a") as log:
+            log.writelines(f"{share} {os.getpid()} {key}\n" for key in committed)
+        return committed
 
 
 Store.commit = commit  # type: ignore[method-assign]
