@@ -133,6 +133,8 @@ def play(url: str, rounds: int, seed: int = 0, longest_s: float = 0.6, shares: i
                         if process.poll() is None:
                             process.send_signal(signal.SIGKILL)
                             outcome.kills += 1
+                    for process in victims:
+                        process.communicate()  # those that were not killed go on to their end
                 examine()
             with ExitStack() as stack:
                 victims = [stack.enter_context(_start(place, log, n, shares)) for n in range(shares)]
