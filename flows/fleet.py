@@ -91,8 +91,7 @@ def extract_fleet(
                 target.write_provenance(wanted.provenance())
         # The store is free now, for the shards to share.
         shards = cut(run, missing, nodes)
-        parameters = {"extraction": wanted.model_dump(mode="json"), "force": True, "only_failed": only_failed}
-        issued = DeploymentNodes(deployment, parameters)
+        issued = DeploymentNodes(deployment, shard_parameters(wanted, only_failed))
         stop = threading.Event()
         try:
             futures = [run_shard.submit(shard, issued, attempts, silence_seconds, stop) for shard in shards]
@@ -105,3 +104,17 @@ def extract_fleet(
                 count_missing(missing, target, summary)
         report_fleet(summary)
     return (Completed if summary.complete else Failed)(message=summary.message, data=summary)
+
+
+def shard_parameters(wanted: Extraction, only_failed: bool) -> dict[str, Any]:
+    """Parameters of the flow ``extract`` for every shard; each is given, since a deployment has defaults of its own."""
+    return {
+        "extraction": wanted.model_dump(mode="json"),
+        "dataset": None,
+        "limit": None,
+        "store": None,
+        "chunk_tokens": None,
+        "force": True,  # the room for all shards was checked before
+        "shuffle_seed": None,
+        "only_failed": only_failed,
+    }

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from flows.config import Extraction
-from flows.fleet import extract_fleet
+from flows.extract import extract
+from flows.fleet import extract_fleet, shard_parameters
 from tasks.fleet.summary import FleetSummary
 from tasks.store import Share, Store
 from tasks.store import open as open_store
@@ -95,3 +96,8 @@ def test_a_fleet_waits_for_no_store_that_another_run_fills(prefect_server: str, 
         state: Any = extract_fleet(wanted, "extract/none", return_state=True)
     assert state.is_failed()
     assert "being written by run left-over of earlier" in state.message
+
+
+def test_a_deployment_s_own_defaults_do_not_change_a_shard(tmp_path: Path) -> None:
+    given = shard_parameters(extraction(tmp_path, LENGTHS[:1]), only_failed=True)
+    assert {*given, "shard"} == set(extract.parameters.properties)
