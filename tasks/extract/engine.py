@@ -131,6 +131,7 @@ class CaptureEngine:
         self._jobs.put(None)
         if self._thread.ident is not None:
             self._thread.join()
+        self._devices.release()
 
     # Everything below runs on the engine's own thread.
 
