@@ -74,12 +74,12 @@ class Node:
         """Process of this node, once it is ready."""
         return os.getpid()
 
-    def run(self, parcel: Parcel, after_another: bool = False) -> tuple[Outcome, str | None]:
+    def run(self, parcel: Parcel, again: bool = False) -> tuple[Outcome, str | None]:
         """Extract, verify and commit one chunk.
 
         Args:
             parcel: The chunk.
-            after_another: Whether another node died of it, which may have committed some of its samples.
+            again: Whether it was begun before, here or on a node that died, and some of its samples may be committed.
 
         Returns:
             What became of the chunk, and why the run should stop, if it should.
@@ -90,7 +90,7 @@ class Node:
             writer.add(parcel.samples)
         table = SampleTable(path)
         path.unlink()
-        if after_another:
+        if again:
             self._store.look_again()
             missing = set(self._store.missing((s.key, s.num_tokens) for s in chunk.missing))
             chunk = replace(chunk, missing=tuple(s for s in chunk.missing if s.key in missing))

@@ -93,7 +93,8 @@ def extract_on_a_node(
         gate()
         progress.engine_ready()
         tried.append(node.name)
-        return node, *node.call("run", parcel, len(tried) > 1)
+        again = len(tried) > 1 or (runtime.task_run.run_count or 0) > 1
+        return node, *node.call("run", parcel, again)
 
     node, outcome, halted = pool.run(work)
     for sample in chunk.missing:
