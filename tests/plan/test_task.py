@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tasks.plan.chunks import distinct
@@ -67,4 +66,3 @@ def test_only_what_the_last_run_left_is_planned(table: SampleTable, store: Store
         note_failed(again, Summary(store=""), later)
         assert plan_chunks.fn(table, later, CHUNK_TOKENS, only_failed=True) == []
         assert missing(plan_chunks.fn(table, later, CHUNK_TOKENS)) == []
-    assert np.sum(table.num_tokens) == sum(len(s.input_ids) for s in MADE)
