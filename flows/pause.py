@@ -1,7 +1,7 @@
 """Pausing a run between chunks, from the command line or through Prefect's API."""
 
-import time
 from datetime import UTC, datetime
+from time import sleep
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -49,7 +49,7 @@ class Gate:
                 if not told:
                     logger.info("paused: no further chunk is begun until the run is resumed")
                     told = True
-                time.sleep(POLL_S)
+                sleep(POLL_S)
         if told:
             logger.info("resumed")
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from flows import pause as pausing
 from flows.extract import extract
 from flows.pause import PauseError, pause, resume
 from tasks.report.summary import Summary
@@ -30,7 +29,7 @@ def run(*arguments: Any, **knobs: Any) -> tuple[Any, Summary]:
 def test_a_paused_run_finishes_what_it_has_begun_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, sleep = Store.commit, time.sleep
+    original = Store.commit
     commits: list[str] = []
     before_resume: list[int] = []
     polls = 0
@@ -45,13 +44,13 @@ def test_a_paused_run_finishes_what_it_has_begun_and_nothing_else(
     def poll(seconds: float) -> None:
         nonlocal polls
         polls += 1
-        sleep(0.05)
+        time.sleep(0.05)
         if polls == 100:
             before_resume.append(len(commits))
             resume(commits[0])
 
     monkeypatch.setattr(Store, "commit", commit)
-    monkeypatch.setattr(pausing.time, "sleep", poll)
+    monkeypatch.setattr("flows.pause.sleep", poll)
     state, summary = run(many_chunks(tmp_path, LENGTHS))
     assert state.is_completed()
     assert summary.extracted == len(LENGTHS)

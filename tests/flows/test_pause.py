@@ -1,6 +1,5 @@
 """The gate before the engine: open, closed while the run is paused, and in the way of nothing else."""
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,6 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 from prefect.states import Paused, Running, Suspended
 
-from flows import pause as pausing
 from flows.pause import Gate, PauseError, pause, resume
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
@@ -20,15 +18,7 @@ pytestmark = pytest.mark.usefixtures("prefect_server")
 def polls(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
     """What happens at each poll of a closed gate; the list is used up."""
     script: list[Callable[[], None]] = []
-    sleep = time.sleep
-
-    def poll(seconds: float) -> None:
-        if seconds != pausing.POLL_S:
-            sleep(seconds)
-        else:
-            script.pop(0)()
-
-    monkeypatch.setattr(pausing.time, "sleep", poll)
+    monkeypatch.setattr("flows.pause.sleep", lambda seconds: script.pop(0)())
     return script
 
 
