@@ -52,6 +52,12 @@ def extract(
     store: Annotated[str | None, typer.Option(help="Another store than the preset's.")] = None,
     chunk_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of one chunk.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Begin even if the samples may not fit on the disk.")] = False,
+    shuffle_seed: Annotated[
+        int | None, typer.Option(min=0, help="Read the rows in the random order of this seed, before any limit.")
+    ] = None,
+    only_failed: Annotated[
+        bool, typer.Option("--only-failed", help="Extract only what the store's last run could not commit.")
+    ] = False,
 ) -> None:
     """Extract the hidden states that the store lacks. Ends with 0 only if everything asked for is in the store."""
     from flows.config import ConfigError, Extraction
@@ -64,7 +70,9 @@ def extract(
     from flows.run import settle
 
     _log_to_terminal()
-    state: Any = flow(extraction, dataset, limit, store, chunk_tokens, force, return_state=True)
+    state: Any = flow(
+        extraction, dataset, limit, store, chunk_tokens, force, shuffle_seed, only_failed, return_state=True
+    )
     outcome: Any = state.result(raise_on_failure=False)
     settle(state.state_details.flow_run_id)
     if isinstance(outcome, BaseException):

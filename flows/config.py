@@ -81,14 +81,26 @@ class Extraction(BaseModel):
         limit: int | None = None,
         store: str | None = None,
         chunk_tokens: int | None = None,
+        shuffle_seed: int | None = None,
     ) -> Self:
         """The same extraction with the given knobs changed."""
         values = self.model_dump()
         if dataset is not None:
             values["data"] |= {"path": dataset, "sources": ()}
-        if limit is not None:
-            values["data"]["limit"] = limit
+        values["data"] |= {k: v for k, v in {"limit": limit, "shuffle_seed": shuffle_seed}.items() if v is not None}
         values |= {k: v for k, v in {"store": store, "chunk_tokens": chunk_tokens}.items() if v is not None}
+        return type(self).model_validate(values)
+
+    def anchored(self) -> Self:
+        """The same extraction with absolute local paths, so that it means the same in another working directory."""
+        values = self.model_dump()
+        if "://" not in self.store:
+            values["store"] = str(Path(self.store).expanduser().absolute())
+        if Path(self.model.path).expanduser().is_dir():
+            values["model"]["path"] = str(Path(self.model.path).expanduser().absolute())
+        for source in (values["data"], *values["data"]["sources"]):
+            if source["path"] is not None:
+                source["path"] = source["path"].expanduser().absolute()
         return type(self).model_validate(values)
 
     def identity(self, checkpoint: Checkpoint) -> Identity:

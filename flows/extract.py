@@ -4,25 +4,27 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from prefect import flow
+from prefect import flow, runtime
 from prefect.client.schemas.objects import State
 from prefect.futures import PrefectFuture, wait
 from prefect.states import Completed, Failed
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.config import Extraction
+from flows.pause import Gate
 from flows.run import begin
 from tasks.extract.checks import check
 from tasks.extract.task import LazyEngine, engine_spec, extract_chunk
 from tasks.model import resolve
 from tasks.plan.chunks import retries
 from tasks.plan.prefixes import reuses_prefixes
+from tasks.plan.shards import Shard
 from tasks.plan.task import plan_chunks
 from tasks.report.picture import Profiles
 from tasks.report.progress import Progress
 from tasks.report.summary import Summary
 from tasks.report.task import progress_shown, report_run
-from tasks.store.task import commit_chunk, open_store, record_reused, require_room
+from tasks.store.task import commit_chunk, note_failed, open_store, record_reused, require_room
 from tasks.tokenize.task import tokenize_data
 from tasks.verify.examine import Examiner
 from tasks.verify.probe import Probe
@@ -45,6 +47,9 @@ def extract(
     store: str | None = None,
     chunk_tokens: int | None = None,
     force: bool = False,
+    shuffle_seed: int | None = None,
+    only_failed: bool = False,
+    shard: Shard | None = None,
 ) -> State[Any]:
     """Extract the hidden states of every sample that the store lacks.
 
@@ -55,12 +60,18 @@ def extract(
         store: Another store than the extraction's.
         chunk_tokens: Another chunk size than the extraction's.
         force: Begin even if the planned samples do not fit into the free space.
+        shuffle_seed: Read the rows in the random order of this seed, before any limit.
+        only_failed: Extract nothing but what the store's last run could not commit: failed chunks and quarantined
+            samples.
+        shard: Of the samples, only this part, while other runs write theirs to the same store; set by a fleet.
 
     Returns:
         A state with a :class:`tasks.report.summary.Summary`; Failed unless all samples are in the store.
     """
     run = begin()
-    wanted = extraction.overridden(dataset=dataset, limit=limit, store=store, chunk_tokens=chunk_tokens)
+    wanted = extraction.overridden(
+        dataset=dataset, limit=limit, store=store, chunk_tokens=chunk_tokens, shuffle_seed=shuffle_seed
+    )
     checkpoint = resolve(wanted.model)
     check(checkpoint, wanted.layers, wanted.dtype, wanted.engine)
     identity = wanted.identity(checkpoint)
@@ -70,12 +81,12 @@ def extract(
 
     with (
         tempfile.TemporaryDirectory(prefix="layertap-") as scratch,
-        open_store(wanted.store, identity, checkpoint, run) as target,
+        open_store(wanted.store, identity, checkpoint, run, shard) as target,
     ):
         table, summary.input = tokenize_data(
             wanted.data, checkpoint, identity, wanted.engine.max_model_len, Path(scratch)
         )
-        chunks = plan_chunks(table, target, wanted.chunk_tokens, wanted.engine.reuse_prefixes)
+        chunks = plan_chunks(table, target, wanted.chunk_tokens, wanted.engine.reuse_prefixes, shard, only_failed)
         summary.chunks = len(chunks)
         summary.reused = record_reused(chunks, table, target)
         if any(chunk.missing for chunk in chunks):
@@ -86,6 +97,7 @@ def extract(
             progress_shown(progress),
             LazyEngine(
                 engine_spec(checkpoint, identity, wanted.engine, target, reuses_prefixes(chunks)),
+                pause=Gate(runtime.flow_run.id),
                 probe=Probe(checkpoint) if wanted.audit.probe else None,
                 record=target.write_provenance,
             ) as engine,
@@ -117,6 +129,7 @@ def extract(
                 wait([commit])
                 if commit.state.is_completed():
                     summary.add_retry(commit.result(), verdict.key)
+        note_failed(chunks, summary, target)
         summary.finish(progress, engine.started is not None)
         report_run(summary, profiles, run, table.num_tokens, wanted.engine.max_model_len - 1)
     return (Completed if summary.complete else Failed)(message=summary.message, data=summary)

@@ -25,6 +25,7 @@ from tasks.digest import differing_rows
 from tasks.extract.capture import OWNER_VARIABLE, CaptureSettings
 from tasks.extract.checks import StartupError, check_gpus, vllm_version
 from tasks.extract.config import Engine
+from tasks.extract.devices import Devices, engine_devices
 from tasks.extract.logs import Receiver
 from tasks.extract.preflight import fitted, look
 from tasks.extract.receipts import Inbox
@@ -80,6 +81,8 @@ class EngineSpec:
     """Whether rows of shared prefixes are computed once, as far as the engine can keep their keys and values."""
     probe: tuple[int, ...] = ()
     """Token ids of a sentence that the model is to go on with when the engine has started; none if empty."""
+    owner: str = "another run"
+    """Name of the run, for those that wait for the engine's devices."""
 
 
 @dataclass(eq=False)
@@ -141,6 +144,7 @@ class CaptureEngine:
         self._processes: list[Process] = []
         self._lost_at: float | None = None
         self._logs: Receiver | None = None
+        self._devices = Devices(spec.owner)
         # What the engine logs belongs to the run that made it.
         run = contextvars.copy_context().run
         self._thread = threading.Thread(target=run, args=(self._run,), name="layertap-engine", daemon=True)
@@ -187,6 +191,7 @@ class CaptureEngine:
             process.kill()
             process.gone(END_SECONDS)
         self._close_channels()
+        self._devices.release()
 
     def _watch(self) -> None:
         """Notice the end of a process of the engine, of which vLLM does not in all cases tell who waits for it."""
@@ -235,6 +240,8 @@ class CaptureEngine:
                 logger.warning(f"the engine did not shut down in order: {error}")
             finally:
                 self._close_channels()
+                if not self._processes:  # else once they are gone
+                    self._devices.release()
                 self._fail()
 
     def _close_channels(self) -> None:
@@ -272,6 +279,12 @@ class CaptureEngine:
         # and was reported to cost more than all else on some GPUs.
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
         self._logs = Receiver()
+        from vllm.platforms import current_platform
+
+        visible = os.environ.get(current_platform.device_control_env_var)
+        devices = engine_devices(self.spec.engine.tensor_parallel_size, visible, current_platform.is_cpu())
+        if not self._devices.take(devices, self._stopping):  # before their free memory is looked at
+            raise EngineDied("the engine was shut down while it waited for its devices")
         machine = look(self.spec.engine.tensor_parallel_size)
         spec = self.spec
         if machine.gpus:

@@ -38,6 +38,7 @@ class LazyEngine:
         self,
         spec: EngineSpec,
         *,
+        pause: Callable[[], None] = lambda: None,
         probe: Probe | None = None,
         record: Callable[[Mapping[str, Any]], None] = lambda facts: None,
     ) -> None:
@@ -45,10 +46,12 @@ class LazyEngine:
 
         Args:
             spec: of the engine.
+            pause: called before each chunk; returns when it may be begun.
             probe: the sentence that the model is to go on with, if it is trained.
             record: told what is known of an engine once it has started.
         """
         self.spec = spec
+        self._pause = pause
         self.halted: str | None = None
         self.continuation: Continuation | None = None
         """What the model went on with."""
@@ -71,6 +74,7 @@ class LazyEngine:
             StartupError: the engine cannot be started as configured.
             EngineDied: it ended while it was being started.
         """
+        self._pause()
         with self._lock:
             if self.halted:
                 raise Halted(self.halted)
@@ -141,7 +145,7 @@ def engine_spec(
 ) -> EngineSpec:
     """What the engine must be to fill this store; ``reuse`` if rows of shared prefixes are to be computed once."""
     stage_spec = store.stage_spec(links=reuse)
-    return EngineSpec(checkpoint, identity.depths, identity.dtype, engine, STAGE, stage_spec, reuse)
+    return EngineSpec(checkpoint, identity.depths, identity.dtype, engine, STAGE, stage_spec, reuse, owner=store.run)
 
 
 @task(name="extract", task_run_name="extract {chunk.name}", cache_policy=NO_CACHE, persist_result=False, **RETRIES)

@@ -7,6 +7,7 @@
 * :mod:`tasks.store.layout` says what is in the files.
 """
 
+from tasks.store.backend import Share
 from tasks.store.errors import (
     DamagedSample,
     IdentityMismatch,
@@ -33,6 +34,7 @@ __all__ = [
     "Quarantined",
     "Reader",
     "SampleNotFound",
+    "Share",
     "SourceRecord",
     "StagedSample",
     "StateSpec",

@@ -32,11 +32,21 @@ class Publication:
     """The completion record, not yet written."""
 
 
+@dataclass(frozen=True)
+class Share:
+    """The part in a store of one of several runs that fill it together, each with keys that no other one has."""
+
+    group: str
+    """Name of those that write together. While one of them does, no other run and no other group may."""
+    name: str
+    """Of this part of the group's work. One process holds it at a time; one that takes it over shuts the last out."""
+
+
 class Lease(Protocol):
-    """The right to write to a store, held by one run at a time."""
+    """The right to write to a store, held by one run at a time, or by the shares of one group."""
 
     def check(self) -> None:
-        """Raise :class:`StoreBusy` if another run has taken the store over."""
+        """Raise :class:`StoreBusy` if another run has taken the store or this run's share over."""
 
     def release(self) -> None: ...
 
@@ -95,8 +105,11 @@ class Backend(Files, Protocol):
     def drop_staging(self, directory: Path) -> None:
         """Remove a staging directory of this process."""
 
-    def collect_staging(self) -> int:
-        """Remove what dead runs left behind before a commit; returns the number of their staging directories."""
+    def collect_staging(self, *, alone: bool = True) -> int:
+        """Remove what dead runs left behind before a commit; returns the number of their staging directories.
+
+        Where others write too, what cannot be told from theirs is left.
+        """
 
     def publish(self, samples: Sequence[Publication]) -> list[bool]:
         """Commit samples whose keys are free; returns for each whether it was, False where another run was first."""
@@ -104,8 +117,8 @@ class Backend(Files, Protocol):
     def set_aside(self, key: str) -> None:
         """Take a damaged or half-written sample out of the way."""
 
-    def lease(self, run: str) -> Lease:
-        """Take the right to write; StoreBusy where a live run holds it."""
+    def lease(self, run: str, share: Share | None = None) -> Lease:
+        """Take the right to write, alone or as a share; StoreBusy where a live run holds it."""
 
     def free_bytes(self) -> int | None:
         """Room left, where the place has such a limit."""
@@ -147,14 +160,17 @@ def open_files(url: str | os.PathLike[str]) -> Files:
     return open_backend(text)
 
 
-def owner(run: str) -> dict[str, object]:
+def owner(run: str, share: Share | None = None) -> dict[str, object]:
     """Who holds something, for people to read."""
-    return {"run": run, "host": socket.gethostname(), "pid": os.getpid()}
+    part = {} if share is None else {"group": share.group, "share": share.name}
+    return {"run": run, "host": socket.gethostname(), "pid": os.getpid(), **part}
 
 
 def busy(url: str, holder: Mapping[str, object]) -> StoreBusy:
     """The error for a store that another run is writing to."""
+    of_group = f" of {holder['group']}" if holder.get("group") else ""
     return StoreBusy(
-        f"{url} is being written by run {holder.get('run')} (host {holder.get('host')}, process {holder.get('pid')}); "
-        "one run writes to a store at a time: wait for it to end, or choose another store"
+        f"{url} is being written by run {holder.get('run')}{of_group} (host {holder.get('host')}, process "
+        f"{holder.get('pid')}); one run, or the shards of one fleet, write to a store at a time: wait for it to end, "
+        "or choose another store"
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import google_crc32c
 
-from tasks.store.backend import Expected, Lease, Publication, busy, owner
+from tasks.store.backend import Expected, Lease, Publication, Share, busy, owner
 from tasks.store.buffers import scratch
 from tasks.store.errors import StorageFailure, storage_failures
 from tasks.store.layout import PRIVATE, RECORD, sample_path
@@ -49,6 +49,42 @@ class FileLock:
             self._descriptor = -1
 
 
+class SharedLock:
+    """A group's lock on a file, which any number of its members hold and nobody else, and one member's own lock."""
+
+    def __init__(self, path: Path, own: Path, run: str, share: Share) -> None:
+        """Take both locks; BlockingIOError where another run, another group, or another holder of the share lives."""
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            self._join(path, run, share)
+            own.parent.mkdir(exist_ok=True)
+            self._own = FileLock(own, run)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def _join(self, path: Path, run: str, share: Share) -> None:
+        try:
+            # Alone with the file, this is the first of the group: it writes whose the file is and lets others in.
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, json.dumps(owner(run, share)).encode(), 0)
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if _load(path).get("group") != share.group:
+            raise BlockingIOError
+
+    def check(self) -> None:
+        """Nothing to do: the operating system keeps the locks."""
+
+    def release(self) -> None:
+        self._own.release()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
 class StagingArea:
     """Staging directories under one parent. Each is held by a lock, so that those of dead runs can be told."""
 
@@ -59,11 +95,15 @@ class StagingArea:
         self._locks: dict[Path, FileLock] = {}
 
     def create(self, run: str) -> Path:
-        directory = self._parent / f"{run}-{uuid.uuid4().hex[:8]}"
-        with storage_failures(directory):
-            directory.mkdir(parents=True)
-            self._locks[directory] = FileLock(directory / self._OWNER, run)
-        return directory
+        while True:
+            directory = self._parent / f"{run}-{uuid.uuid4().hex[:8]}"
+            with storage_failures(directory):
+                directory.mkdir(parents=True)
+                try:
+                    self._locks[directory] = FileLock(directory / self._OWNER, run)
+                except (BlockingIOError, FileNotFoundError):  # a collector took it for a dead run's
+                    continue
+            return directory
 
     def drop(self, directory: Path) -> None:
         lock = self._locks.pop(directory)
@@ -226,9 +266,9 @@ class LocalBackend:
     def drop_staging(self, directory: Path) -> None:
         self._staging.drop(directory)
 
-    def collect_staging(self) -> int:
-        # Only the run that holds the lease writes here, so what lies in tmp belongs to a dead one.
-        shutil.rmtree(self._private / "tmp", ignore_errors=True)
+    def collect_staging(self, *, alone: bool = True) -> int:
+        if alone:  # what lies in tmp belongs to a dead run
+            shutil.rmtree(self._private / "tmp", ignore_errors=True)
         return self._staging.collect()
 
     def publish(self, samples: Sequence[Publication]) -> list[bool]:
@@ -263,17 +303,20 @@ class LocalBackend:
                 return
             self._barrier()
 
-    def lease(self, run: str) -> Lease:
+    def lease(self, run: str, share: Share | None = None) -> Lease:
         path = self._private / "writer.json"
+        own = self._private / "shares" / f"{share.name}.json" if share else path
         with storage_failures(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             if self._descriptor is None:
                 self._descriptor = os.open(self._private, os.O_RDONLY)
                 weakref.finalize(self, os.close, self._descriptor)
             try:
-                return FileLock(path, run)
+                return SharedLock(path, own, run, share) if share else FileLock(path, run)
             except BlockingIOError:
-                raise busy(self.url, _load(path)) from None
+                holder = _load(path)
+                mine = share is not None and holder.get("group") == share.group
+                raise busy(self.url, _load(own) if mine else holder) from None
 
     def _barrier(self) -> None:
         """Bring everything written so far to the disk: files, and the directories that name them.

@@ -153,14 +153,21 @@ class Manifest:
 
 
 class ManifestWriter(Manifest):
-    """The manifest of the one run that may add to it."""
+    """The manifest of a run that may add to it: the only one, or one of those that share the store."""
 
-    def __init__(self, backend: Backend, run: str) -> None:
+    def __init__(self, backend: Backend, run: str, *, alone: bool = True) -> None:
+        """Read all segments; merge them if they are many and nobody else adds to them.
+
+        Args:
+            backend: of the store.
+            run: Part of the names of the segments that are added; no other run that writes now may have it.
+            alone: Whether this is the only run that writes.
+        """
         super().__init__(backend)
         self._backend = backend
         self._run = run
         self._next = 1 + max((int(name.split("-")[0]) for name in self.segments), default=0)
-        if len(self.segments) >= _SEGMENTS_BEFORE_MERGE and not self.damaged_segments:
+        if alone and len(self.segments) >= _SEGMENTS_BEFORE_MERGE and not self.damaged_segments:
             self.rewrite()
 
     def append(self, batch: Batch) -> None:

@@ -32,7 +32,7 @@ from obstore.store import from_url
 if TYPE_CHECKING:
     from obstore.store import RetryConfig
 
-from tasks.store.backend import Expected, Publication, busy, owner
+from tasks.store.backend import Expected, Publication, Share, busy, owner
 from tasks.store.errors import StorageFailure, StoreBusy, StoreError
 from tasks.store.layout import PRIVATE, RECORD, sample_path
 from tasks.store.links import Links
@@ -196,7 +196,7 @@ class ObjectBackend:
     def drop_staging(self, directory: Path) -> None:
         self._staging.drop(directory)
 
-    def collect_staging(self) -> int:
+    def collect_staging(self, *, alone: bool = True) -> int:
         return self._staging.collect()
 
     def publish(self, samples: Sequence[Publication]) -> list[bool]:
@@ -224,8 +224,8 @@ class ObjectBackend:
         self.remove(f"{sample_path(key)}/{RECORD}")
         self.remove(sample_path(key))
 
-    def lease(self, run: str) -> "ObjectLease":
-        return ObjectLease(self, run)
+    def lease(self, run: str, share: Share | None = None) -> "ObjectLease":
+        return ObjectLease(self, run, share)
 
     def free_bytes(self) -> int | None:
         return None
@@ -239,25 +239,32 @@ class ObjectBackend:
 
 
 class ObjectLease:
-    """The right to write, as a chain of numbered objects; the highest number is in force.
+    """The right to write, as a chain of numbered objects.
 
-    Taking over means creating the next number, which only one run can do. The holder writes its own object again
-    every 20 s; one that was not written for 120 s, or that says it is released, may be succeeded.
+    To write, a run creates the next number, which only one can do; it may if every object before is free, or of a
+    share of the same group with another name. A holder writes its own object again every 20 s; one that was not
+    written for 120 s, or that says it is released, is free. Before it commits, a holder looks for a later number that
+    shuts it out.
     """
 
     _CHAIN = f"{PRIVATE}/lease"
 
-    def __init__(self, backend: ObjectBackend, run: str) -> None:
+    def __init__(self, backend: ObjectBackend, run: str, share: Share | None = None) -> None:
         self._backend = backend
-        self._owner = owner(run)
-        current = self._current()
-        if current and not self._is_free(current):
-            raise busy(backend.url, self._holder(current))
-        self._number = current + 1
-        if not backend.create(self._path(self._number), self._content(released=False)):
-            raise busy(backend.url, self._holder(self._number))
-        for number in range(max(1, current - 8), self._number):
-            backend.remove(self._path(number))
+        self._share = share
+        self._owner = owner(run, share)
+        self._harmless: set[int] = set()
+        while True:
+            holders = {number: self._holder(number) for number in self._numbers()}
+            for number, holder in holders.items():
+                if self._excludes(holder) and not self._is_free(number, holder):
+                    raise busy(backend.url, holder)
+            self._number = max(holders, default=0) + 1
+            if backend.create(self._path(self._number), self._content(released=False)):
+                break
+        for number, holder in holders.items():
+            if self._excludes(holder) or holder.get("released", True):
+                backend.remove(self._path(number))
         self._lost = threading.Event()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="store-lease", daemon=True)
@@ -270,8 +277,8 @@ class ObjectLease:
         beat = datetime.now(UTC).isoformat()
         return json.dumps({**self._owner, "token": id(self), "beat": beat, "released": released}).encode()
 
-    def _current(self) -> int:
-        return max((int(name.split(".")[0]) for name in self._backend.names(self._CHAIN)), default=0)
+    def _numbers(self) -> list[int]:
+        return [int(name.split(".")[0]) for name in self._backend.names(self._CHAIN)]
 
     def _holder(self, number: int) -> dict[str, Any]:
         try:
@@ -280,8 +287,21 @@ class ObjectLease:
             return {}
         return dict(holder)
 
-    def _is_free(self, number: int) -> bool:
-        holder = self._holder(number)
+    def _excludes(self, holder: Mapping[str, Any]) -> bool:
+        """Whether this lease cannot be in force together with the holder's."""
+        if self._share is None or not holder:
+            return bool(holder)
+        return holder.get("group") != self._share.group or holder["share"] == self._share.name
+
+    def _taken_over(self) -> bool:
+        numbers = self._numbers()
+        later = {number for number in numbers if number > self._number} - self._harmless
+        if self._number not in numbers or any(self._excludes(self._holder(number)) for number in later):
+            return True
+        self._harmless |= later
+        return False
+
+    def _is_free(self, number: int, holder: Mapping[str, Any]) -> bool:
         if holder.get("released", True):
             return True
         if holder.get("host") == self._owner["host"] and not _is_alive(int(holder["pid"])):
@@ -296,7 +316,7 @@ class ObjectLease:
         last = time.monotonic()
         while not self._stop.wait(_HEARTBEAT_S):
             try:
-                if self._current() != self._number:
+                if self._taken_over():
                     self._lost.set()
                     return
                 self._backend.put(self._path(self._number), self._content(released=False))
@@ -307,7 +327,7 @@ class ObjectLease:
                     return
 
     def check(self) -> None:
-        if self._lost.is_set() or self._current() != self._number:
+        if self._lost.is_set() or self._taken_over():
             self._lost.set()
             raise StoreBusy(
                 f"another run has taken over {self._backend.url}, since this one gave no sign of life for "

@@ -4,7 +4,12 @@ The order is fixed. A sample's files are staged; when the verification has accep
 it visible in one step; :meth:`Store.record` then lists it in the manifest. A run killed at any point leaves
 either a whole sample or none, and the next run finds what was committed even where the manifest has no word of it.
 
-One run writes to a store at a time; a second is refused (:class:`StoreBusy`) and can be told to wait.
+One run writes to a store at a time; a second is refused (:class:`StoreBusy`) and can be told to wait. Several runs
+that have agreed who extracts which keys may write together, each under a :class:`Share` of one group. Each stages in a
+directory of its own, commits its own keys and adds segments of its own to the manifest, so that nothing is written by
+two; whatever touches more than that (merging the manifest, repair, gc) is left to a run that is alone with the store.
+A share that another process takes over shuts its last holder out, so a key has one writer even if a node that was
+given up for dead comes back.
 """
 
 import json
@@ -25,7 +30,7 @@ import numpy.typing as npt
 from pydantic import TypeAdapter
 
 from tasks.store import layout
-from tasks.store.backend import Backend, Files, Publication, open_backend
+from tasks.store.backend import Backend, Files, Publication, Share, open_backend
 from tasks.store.errors import DamagedSample, IdentityMismatch, NotAStore, StoreBusy, StoreError, storage_failures
 from tasks.store.final_norm import FinalNorm
 from tasks.store.integrity import probe
@@ -37,6 +42,7 @@ from tasks.vocabulary import Identity, Objects
 
 FORMAT = "layertap"
 QUARANTINE = f"{PRIVATE}/quarantine"
+FAILED = f"{PRIVATE}/failed"
 RUNS = f"{PRIVATE}/runs"
 _SAFE_RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -110,21 +116,22 @@ def stored_identity(backend: Files) -> Identity:
 class Store:
     """A store opened for writing; a context manager. Methods may be called from several threads."""
 
-    def __init__(self, backend: Backend, identity: Identity, run: str) -> None:
+    def __init__(self, backend: Backend, identity: Identity, run: str, share: Share | None = None) -> None:
         """Use :meth:`open`."""
         self.backend = backend
         self.identity = identity
         self.spec = StateSpec.of(identity)
         self.run = run
         self._lock = threading.RLock()
-        self._lease = backend.lease(run)
+        self.share = share
+        self._lease = backend.lease(run, share)
         self._pending = Batch()
         self._staging: Path | None = None
         self._provenance: tuple[str, dict[str, Any]] | None = None
         self._closed = False
         try:
-            self.collected = backend.collect_staging()
-            self.manifest = ManifestWriter(backend, run)
+            self.collected = backend.collect_staging(alone=share is None)
+            self.manifest = ManifestWriter(backend, f"{run}-{share.name}" if share else run, alone=share is None)
             self._quarantined = {name.removesuffix(".json") for name in backend.names(QUARANTINE)}
             self._shards = set(backend.names("samples"))
             self._whole_shards: set[str] = set()
@@ -143,6 +150,7 @@ class Store:
         identity: Identity,
         *,
         run: str = "run",
+        share: Share | None = None,
         final_norm: FinalNorm | None = None,
         wait_s: float = 0.0,
         staging_dir: Path | None = None,
@@ -153,6 +161,7 @@ class Store:
             url: Local path, ``file://`` or object store URL such as ``s3://bucket/prefix``.
             identity: What the samples of the store have in common.
             run: Name of the run, for provenance and for whoever finds the store busy.
+            share: Write together with the other shares of its group; alone when absent.
             final_norm: Stored on creation.
             wait_s: How long to wait for another run to let go of the store.
             staging_dir: Where to stage for an object store; needs room for the samples that are extracted but not
@@ -163,8 +172,9 @@ class Store:
             StoreBusy: another run is writing to it.
             StorageFailure: the place cannot be written to.
         """
-        if not _SAFE_RUN.fullmatch(run):
-            raise ValueError(f"run name {run!r} must be letters, digits, '.', '_' and '-'")
+        for name in (run, *((share.group, share.name) if share else ())):
+            if not _SAFE_RUN.fullmatch(name):
+                raise ValueError(f"run name {name!r} must be letters, digits, '.', '_' and '-'")
         backend = open_backend(url, staging_dir)
         try:
             _refuse_other(backend, identity)
@@ -174,7 +184,7 @@ class Store:
         deadline = time.monotonic() + wait_s
         while True:
             try:
-                store = cls(backend, identity, run)
+                store = cls(backend, identity, run, share)
                 break
             except StoreBusy:
                 if time.monotonic() >= deadline:
@@ -264,6 +274,10 @@ class Store:
             )
         )
         return [key for key, n in lengths.items() if key in doubtful and not self._adopt(key, n)]
+
+    def look_again(self) -> None:
+        """Take notice of places that others have begun to write to since this store was opened."""
+        self._shards |= set(self.backend.names("samples"))
 
     def _adopt(self, key: str, num_tokens: int) -> bool:
         """Take up a whole sample that the manifest does not list, since a run died before it wrote that."""
@@ -452,10 +466,35 @@ class Store:
             if self._staging is not None:
                 shutil.rmtree(self._staging / key, ignore_errors=True)
 
+    @property
+    def quarantined_keys(self) -> set[str]:
+        """Keys of the samples that are in quarantine."""
+        return set(self._quarantined)
+
     def _release(self, key: str) -> None:
         if key in self._quarantined:
             self.backend.remove(f"{QUARANTINE}/{key}.json")
             self._quarantined.discard(key)
+
+    def write_failed(self, keys: Iterable[str]) -> None:
+        """Note the samples that this run was asked for and did not commit, in place of what the last run noted.
+
+        A share's note is one of several, which stay until a run that is alone with the store writes its own.
+        """
+        name = f"{self.share.name if self.share else 'run'}.json"
+        with self._lock:
+            if self.share is None:
+                for other in self.backend.names(FAILED):
+                    if other != name:
+                        self.backend.remove(f"{FAILED}/{other}")
+            note = {"run": self.run, "time": _now(), "keys": sorted(keys)}
+            self.backend.put(f"{FAILED}/{name}", json.dumps(note).encode())
+
+    def failed(self) -> set[str]:
+        """Keys that the last run was asked for and did not commit, and all that are in quarantine."""
+        notes = self.backend.read_all([f"{FAILED}/{name}" for name in self.backend.names(FAILED)])
+        noted = (key for note in notes if note is not None for key in json.loads(note)["keys"])
+        return {*self._quarantined, *noted}
 
     def write_provenance(self, provenance: Mapping[str, Any]) -> None:
         """Keep what is known of this run, beside versions and hardware, which are added; secrets are blanked.

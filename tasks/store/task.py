@@ -6,20 +6,44 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from tasks.faults import RETRIES
+from tasks.fleet.summary import FleetSummary
 from tasks.model import Checkpoint, final_norm
+from tasks.plan.shards import Shard
 from tasks.report.log import logger
-from tasks.report.summary import Outcome
+from tasks.report.summary import Outcome, Summary
 from tasks.samples import SampleTable
+from tasks.store.backend import Share
 from tasks.store.final_norm import FinalNorm
 from tasks.store.maintenance import preflight
 from tasks.store.store import SourceRecord, StagedSample, Store
 from tasks.vocabulary import Chunk, Identity, PlannedSample, Verdict
 
+# A node that died may hold its share of an object store this long, and shards that begin at once wait for each other.
+SHARE_WAIT_S = 180.0
 
-def open_store(url: str, identity: Identity, checkpoint: Checkpoint, run: str) -> Store:
-    """Open or create the store for this run; a context manager."""
+
+def open_store(
+    url: str, identity: Identity, checkpoint: Checkpoint, run: str, shard: Shard | None = None, wait: bool = False
+) -> Store:
+    """Open or create the store for this run, or for one of several that fill it together; a context manager.
+
+    Args:
+        url: of the store.
+        identity: of its samples.
+        checkpoint: that fills it.
+        run: name of the run.
+        shard: Share the store with the others of the shard's group.
+        wait: Wait a while for others to let go of the store, as a shard always does.
+    """
     weight, eps = final_norm(checkpoint)
-    return Store.open(url, identity, run=run, final_norm=FinalNorm(weight, eps))
+    return Store.open(
+        url,
+        identity,
+        run=run,
+        share=Share(shard.group, shard.name) if shard else None,
+        final_norm=FinalNorm(weight, eps),
+        wait_s=SHARE_WAIT_S if shard or wait else 0.0,
+    )
 
 
 def record_reused(chunks: Sequence[Chunk], table: SampleTable, store: Store) -> int:
@@ -41,6 +65,24 @@ def require_room(chunks: Sequence[Chunk], store: Store, force: bool) -> None:
     tokens = sum(sample.num_tokens for sample in missing)
     room = preflight(store, tokens, len(missing), chunk_tokens=largest, force=force)
     logger.info(f"room in {store.url}: {room}")
+
+
+def note_failed(chunks: Sequence[Chunk], summary: Summary, store: Store) -> None:
+    """Note which samples this run was asked for and did not commit, for a run over only those."""
+    quarantined = [verdict.key for verdict in summary.quarantined]
+    lost = [s.key for chunk in chunks if chunk.name in summary.failed_chunks for s in chunk.missing]
+    store.write_failed([*quarantined, *lost])
+
+
+def count_missing(planned: Sequence[PlannedSample], store: Store, summary: FleetSummary) -> None:
+    """Count in the store what became of samples that it lacked, and note those that it still lacks."""
+    left = set(store.missing((sample.key, sample.num_tokens) for sample in planned))
+    store.record()  # lists what a node committed just before it died
+    store.write_failed(left)
+    summary.extracted = len(planned) - len(left)
+    summary.tokens = sum(sample.num_tokens for sample in planned if sample.key not in left)
+    summary.left = len(left)
+    summary.quarantined = len(left & store.quarantined_keys)
 
 
 @task(name="commit", task_run_name="commit {chunk.name}", cache_policy=NO_CACHE, persist_result=False, **RETRIES)

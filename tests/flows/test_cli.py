@@ -124,6 +124,13 @@ def test_a_preset_that_is_wrong_ends_with_its_reason(tmp_path: Path) -> None:
     assert "Field required" in output
 
 
+def test_a_fleet_needs_to_know_its_nodes(tmp_path: Path) -> None:
+    for arguments in ([], ["--ray", "--deployment", "extract/x"]):
+        code, output = invoke("fleet", tmp_path / "mine.yaml", *arguments)
+        assert code == 1
+        assert "with --deployment, or use --ray" in output
+
+
 def test_doctor_explains_the_first_case_ever_reported() -> None:
     code, output = invoke("doctor", "771*[512]", "--layers", 4, "--hidden", 7168, "--lengths", "512,259")
     assert code == 0

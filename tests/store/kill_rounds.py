@@ -2,7 +2,8 @@
 
 A victim process stages, commits and records samples whose content is known; it is killed with SIGKILL, and the
 store is examined: no wrong or half sample may be visible, and what was committed may not be extracted again. After
-the last round a run is left alone, and nothing may be missing.
+the last round a run is left alone, and nothing may be missing. Several victims may fill the store together, each a
+share of the keys; some are killed, the others go on.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -22,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 import tasks.store
-from tasks.store import SourceRecord, Store
+from tasks.store import Share, SourceRecord, Store
 from tasks.store.backend import open_backend
 from tasks.store.integrity import checked_files, load_record
 from tasks.store.layout import RECORD, StateSpec, sample_path
@@ -46,11 +48,12 @@ def samples() -> list[Made]:
     return [sample for pair in zip_longest(alone, related) for sample in pair if sample is not None]
 
 
-def victim(url: str, log: Path) -> None:
-    """One run over all samples; each extraction is noted before it begins."""
-    planned = {s.key: s for s in samples()}
+def victim(url: str, log: Path, number: int = 0, shares: int = 1) -> None:
+    """One run over all samples, or over one share of them; each extraction is noted before it begins."""
+    planned = {s.key: s for s in samples()[number::shares]}
+    share = Share("victims", f"share-{number}") if shares > 1 else None
     with (
-        Store.open(url, IDENTITY, run="victim", wait_s=30) as store,
+        Store.open(url, IDENTITY, run="victim", share=share, wait_s=30) as store,
         log.open("a", buffering=1) as extracted,
         ThreadPoolExecutor(2) as pool,
     ):
@@ -102,7 +105,7 @@ def visible(url: str, expected: dict[str, Made], outcome: Outcome) -> set[str]:
     return found
 
 
-def play(url: str, rounds: int, seed: int = 0, longest_s: float = 0.6) -> Outcome:
+def play(url: str, rounds: int, seed: int = 0, longest_s: float = 0.6, shares: int = 1) -> Outcome:
     """Play the rounds; ``url`` gets a number appended whenever a store is complete and a fresh one begins."""
     dice = random.Random(seed)
     expected = {s.key: s for s in samples()}
@@ -128,20 +131,26 @@ def play(url: str, rounds: int, seed: int = 0, longest_s: float = 0.6) -> Outcom
             log.touch()
             while outcome.rounds < rounds and len(committed) < len(expected):
                 outcome.rounds += 1
-                with _start(place, log) as process:
+                with ExitStack() as stack:
+                    victims = [stack.enter_context(_start(place, log, n, shares)) for n in range(shares)]
                     # A kill before the store is open is a moment like any other, now and then.
                     if dice.random() < 0.9:
-                        assert process.stdout is not None
-                        process.stdout.readline()
+                        assert victims[0].stdout is not None
+                        victims[0].stdout.readline()
                     time.sleep(dice.uniform(0, longest_s))
-                    if process.poll() is None:
-                        process.send_signal(signal.SIGKILL)
-                        outcome.kills += 1
+                    for process in dice.sample(victims, dice.randint(1, shares)):
+                        if process.poll() is None:
+                            process.send_signal(signal.SIGKILL)
+                            outcome.kills += 1
+                    for process in victims:
+                        process.communicate()  # those that were not killed go on to their end
                 examine()
-            with _start(place, log) as process:
-                process.communicate()
-                if process.returncode:
-                    outcome.lost.append(f"the last run of {place} failed with status {process.returncode}")
+            with ExitStack() as stack:
+                victims = [stack.enter_context(_start(place, log, n, shares)) for n in range(shares)]
+                for process in victims:
+                    process.communicate()
+                    if process.returncode:
+                        outcome.lost.append(f"the last run of {place} failed with status {process.returncode}")
             examine()
             outcome.lost.extend(expected.keys() - committed)
             reader = tasks.store.open(place)
@@ -156,13 +165,16 @@ def play(url: str, rounds: int, seed: int = 0, longest_s: float = 0.6) -> Outcom
     return outcome
 
 
-def _start(url: str, log: Path) -> "subprocess.Popen[bytes]":
+def _start(url: str, log: Path, number: int, shares: int) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-m", "tests.store.kill_rounds", "--victim", url, str(log)]
+    command += ["--share", str(number), str(shares)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--victim", nargs=2, required=True)
-    place, log_path = parser.parse_args().victim
-    victim(place, Path(log_path))
+    parser.add_argument("--share", nargs=2, type=int, default=(0, 1))
+    arguments = parser.parse_args()
+    place, log_path = arguments.victim
+    victim(place, Path(log_path), *arguments.share)

@@ -259,9 +259,9 @@ def test_a_lease_of_another_host_is_respected_while_it_beats(
     memory: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = memory()
-    monkeypatch.setattr(object_store, "owner", lambda run: {"run": run, "host": "elsewhere", "pid": 2**22 + 1})
+    monkeypatch.setattr(object_store, "owner", lambda run, share: {"run": run, "host": "elsewhere", "pid": 2**22 + 1})
     held = Store.open(url, identity(), run="there")
-    monkeypatch.setattr(object_store, "owner", lambda run: {"run": run, "host": "here", "pid": 1})
+    monkeypatch.setattr(object_store, "owner", lambda run, share: {"run": run, "host": "here", "pid": 1})
     with pytest.raises(StoreBusy, match="run there \\(host elsewhere"):
         Store.open(url, identity(), run="here")
     held.close()

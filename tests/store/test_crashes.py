@@ -145,6 +145,7 @@ def test_a_disk_that_fills_up_at_any_write(tmp_path: Path, monkeypatch: pytest.M
             assert whole(url) == {s.key for s in samples()}
 
 
-def test_kill_9(tmp_path: Path) -> None:
-    outcome = play(str(tmp_path / "store"), rounds=2, seed=1)
+@pytest.mark.parametrize("shares", [1, 2], ids=["alone", "two shares"])
+def test_kill_9(shares: int, tmp_path: Path) -> None:
+    outcome = play(str(tmp_path / "store"), rounds=2, seed=1, shares=shares)
     assert outcome.clean, outcome

@@ -19,13 +19,13 @@ from tests.store.s3_server import BUCKET, s3_server
 from tests.store.samples import stage
 
 
-def kill(url: str, rounds: int) -> None:
+def kill(url: str, rounds: int, shares: int = 1) -> None:
     start = time.perf_counter()
-    outcome = play(url, rounds)
+    outcome = play(url, rounds, shares=shares)
     print(
-        f"{outcome.rounds} rounds on {url.split('/')[0] or 'a local disk'}, {outcome.kills} kills, {outcome.stores} "
-        f"stores filled: {len(outcome.wrong)} wrong or half samples, {len(outcome.lost)} lost, {len(outcome.twice)} "
-        f"extracted twice, {len(outcome.leftovers)} leftovers; {time.perf_counter() - start:.0f} s"
+        f"{outcome.rounds} rounds of {shares} writers on {url.split('/')[0] or 'a local disk'}, {outcome.kills} kills, "
+        f"{outcome.stores} stores filled: {len(outcome.wrong)} wrong or half samples, {len(outcome.lost)} lost, "
+        f"{len(outcome.twice)} extracted twice, {len(outcome.leftovers)} leftovers; {time.perf_counter() - start:.0f} s"
     )
     assert outcome.clean, outcome
 
@@ -94,4 +94,6 @@ if __name__ == "__main__":
             os.environ.update(environment)
             two_at_once(f"s3://{BUCKET}/two")
             kill(f"s3://{BUCKET}/kill", args.rounds)
+            kill(f"s3://{BUCKET}/kill-two", args.rounds, shares=2)
         kill(f"{local}/kill", args.rounds)
+        kill(f"{local}/kill-two", args.rounds, shares=2)
