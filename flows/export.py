@@ -10,6 +10,7 @@ from prefect.states import Completed, Failed
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.audit import newest_run
+from flows.run import begin
 from tasks.handoff.errors import HandoffError
 from tasks.handoff.export import Export
 from tasks.handoff.formats import by_name
@@ -49,6 +50,7 @@ def export(
     Returns:
         A state with a :class:`tasks.handoff.export.ExportReport`; Failed unless all rows are there.
     """
+    begin()
     reader = open_store(store)
     vocab_size = None if draft_vocab is None else _vocab_size(reader, model)
     with Export(reader, by_name(to), directory, depths) as target:

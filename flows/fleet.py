@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 from typing import Annotated, Any
 
-from prefect import flow, runtime
+from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.futures import wait
 from prefect.settings import get_current_settings
@@ -14,6 +14,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
 from flows.config import Extraction
+from flows.run import begin
 from tasks.extract.checks import check
 from tasks.fleet.summary import FleetSummary
 from tasks.fleet.task import DeploymentNodes, report_fleet, run_shard, shard_end
@@ -72,7 +73,7 @@ def extract_fleet(
     wanted = extraction.overridden(
         dataset=dataset, limit=limit, store=store, chunk_tokens=chunk_tokens, shuffle_seed=shuffle_seed
     ).anchored()
-    run = runtime.flow_run.name or "extract-fleet"
+    run = begin()
     checkpoint = resolve(wanted.model)
     check(checkpoint, wanted.layers, wanted.dtype, wanted.engine)
     identity = wanted.identity(checkpoint)

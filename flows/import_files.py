@@ -3,10 +3,11 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from prefect import flow, runtime
+from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 
+from flows.run import begin
 from tasks.handoff.export import described_aux
 from tasks.handoff.formats import by_name
 from tasks.handoff.intake import ImportReport, identity_of
@@ -41,12 +42,13 @@ def import_files(
     Returns:
         A state with a :class:`tasks.handoff.intake.ImportReport`; Failed if any file was refused.
     """
+    run = begin()
     checkpoint = resolve(Model(path=model))
     of = by_name(origin)
     files = of.scan(directory)
     identity = identity_of(of, files, checkpoint, depths or described_aux(directory))
     report = ImportReport(store)
-    with open_store(store, identity, checkpoint, runtime.flow_run.name or "import") as target:
+    with open_store(store, identity, checkpoint, run) as target:
         intake = open_intake(of, target, checkpoint, report)
         chunks = list(intake.chunks(intake.plan(files, report), chunk_tokens))
         if chunks:

@@ -24,6 +24,7 @@ from flows.config import Extraction
 from flows.fleet import NoServer
 from flows.node import Node, Parcel
 from flows.pause import Gate
+from flows.run import begin
 from tasks.extract.checks import check
 from tasks.fleet.pool import NodeDied, NoNodes, Pool
 from tasks.model import Checkpoint, resolve
@@ -136,7 +137,7 @@ def extract_ray(
     wanted = extraction.overridden(
         dataset=dataset, limit=limit, store=store, chunk_tokens=chunk_tokens, shuffle_seed=shuffle_seed
     ).anchored()
-    run = runtime.flow_run.name or "extract-ray"
+    run = begin()
     checkpoint = resolve(wanted.model)
     check(checkpoint, wanted.layers, wanted.dtype, wanted.engine)
     identity = wanted.identity(checkpoint)
