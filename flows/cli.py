@@ -236,6 +236,7 @@ def _stop(error: BaseException) -> typer.Exit:
 
 
 store_cli.register(app, console)
+runs_cli.register(app, console)
 handoff_cli.register(app, console, _log_to_terminal, _stop)
 
 if __name__ == "__main__":

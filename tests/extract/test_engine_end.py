@@ -65,7 +65,7 @@ def started(child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(CaptureEngine, "_admit", admit)
     monkeypatch.setattr(CaptureEngine, "_probe", lambda self, vllm: None)
     monkeypatch.setattr(module, "ABANDON_SECONDS", 0.3)
-    spec = EngineSpec(None, (1,), "float32", Engine(), "", {})  # type: ignore[arg-type]
+    spec = EngineSpec(None, (1,), "float32", Engine(max_num_batched_tokens=64), "", {})  # type: ignore[arg-type]
     return CaptureEngine(spec).start(), vllm
 
 

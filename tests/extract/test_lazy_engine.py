@@ -13,6 +13,8 @@ from tasks.extract.task import FAILED_STARTS, Halted, LazyEngine
 class Counted:
     """An engine whose starts go as the script says: None for well, or an error."""
 
+    facts: dict[str, Any] = {}  # noqa: RUF012
+    continuation = ()
     made: list["Counted"]
     script: list[Exception | None]
 

@@ -206,7 +206,7 @@ def test_a_checkpoint_without_safetensors_counts_by_its_files(tmp_path: Path) ->
 
 
 def test_the_ring_is_counted_as_it_is_made() -> None:
-    spec = AssemblySpec(0, 8, 4, 7168, "bfloat16", "", True, "", {}, 1, 1, True)
+    spec = AssemblySpec(0, 8, 4, 7168, "bfloat16", "", True, "", {}, 1, 1, True, 16, 0)
     counted = 16_384 * state_bytes(KIMI, DEPTHS, "bfloat16")
     assert counted <= slot_bytes(spec, 16_384) <= 1.01 * counted
 
