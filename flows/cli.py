@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.markup import escape
 
-from flows import handoff_cli, store_cli
+from flows import handoff_cli, runs_cli, store_cli
 from tasks.report.log import logger
 
 # Read when Prefect, vLLM and torch are imported, so commands import them late; what the user has set stays.
