@@ -140,29 +140,42 @@ def read(place: Path, rounds: int) -> None:
 
 
 def small(place: Path, rounds: int) -> None:
+    """Samples a second of one process, with one and two threads that stage, and one that commits, as a run has."""
     identity = bench_identity(576)
     states, count, chunk = heavy_tailed(4, 64, 576), 600, 100
-    rates, busy = [], []
-    for _ in range(rounds):
-        url = Path(tempfile.mkdtemp(dir=place))
-        with Store.open(url, identity) as opened:
-            start, cpu = time.perf_counter(), time.process_time()
-            for first in range(0, count, chunk):
-                staged = []
-                for i in range(first, first + chunk):
+    for threads in (1, 2):
+        rates, busy = [], []
+        for _ in range(rounds):
+            url = Path(tempfile.mkdtemp(dir=place))
+            with (
+                Store.open(url, identity) as opened,
+                ThreadPoolExecutor(threads) as encoders,
+                ThreadPoolExecutor(1) as committer,
+            ):
+
+                def stage(i: int, store: Store = opened) -> StagedSample:
                     ids = np.arange(i, i + 64, dtype=np.int32)
                     key = identity.key(ids)
-                    objects = stage_states(opened.staging(), key, opened.spec, states, ids)
-                    staged.append(StagedSample(key, 64, objects, np.ones(64, dtype=bool), 1, (f"s{i}",)))
-                opened.commit(staged)
-                opened.record(SourceRecord(name, s.key, s.loss_mask) for s in staged for name in s.sources)
-            rates.append(count / (time.perf_counter() - start))
-            busy.append(count / (time.process_time() - cpu))
-        shutil.rmtree(url)
-    print(
-        f"small samples [4, 64, 576], one thread, durable: {np.median(rates):.0f} a second (>= 400); "
-        f"{np.median(busy):.0f} a second of processor time"
-    )
+                    objects = stage_states(store.staging(), key, store.spec, states, ids)
+                    return StagedSample(key, 64, objects, np.ones(64, dtype=bool), 1, (f"s{i}",))
+
+                def commit(staged: list[StagedSample], store: Store = opened) -> None:
+                    store.commit(staged)
+                    store.record(SourceRecord(name, s.key, s.loss_mask) for s in staged for name in s.sources)
+
+                start, cpu = time.perf_counter(), time.process_time()
+                commits = []
+                for first in range(0, count, chunk):
+                    commits.append(committer.submit(commit, list(encoders.map(stage, range(first, first + chunk)))))
+                for done in commits:
+                    done.result()
+                rates.append(count / (time.perf_counter() - start))
+                busy.append(count / (time.process_time() - cpu))
+            shutil.rmtree(url)
+        print(
+            f"small samples [4, 64, 576], one process, {threads} thread(s), durable: {np.median(rates):.0f} a second "
+            f"(>= 400); {np.median(busy):.0f} a second of processor time"
+        )
 
 
 def loader(place: Path, rounds: int) -> None:
