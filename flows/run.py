@@ -4,14 +4,17 @@ import os
 import signal
 import time
 from functools import cache
+from typing import Any
 from uuid import UUID
 
 from prefect import runtime
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect.client.schemas.objects import State
 from prefect.events.worker import EventsWorker
 from prefect.logging.handlers import APILogWorker
 from prefect.settings import get_current_settings
+from prefect.states import Crashed
 
 from tasks.processes import Process
 from tasks.report.log import logger
@@ -47,9 +50,22 @@ def _end_with_worker() -> None:
     run that a person started is left alone.
     """
     # Set by Prefect in processes that it starts for one flow run each.
-    if "PREFECT__FLOW_RUN_ID" in os.environ:
-        # Prefect reports the run as Crashed at this signal, and the flow's context managers shut the engine down.
-        Process(os.getppid()).when_gone(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    flow_run = os.environ.get("PREFECT__FLOW_RUN_ID")
+    if flow_run is None:
+        return
+
+    def end() -> None:
+        try:
+            # After a signal alone, a run whose worker is gone was seen to stay Running.
+            with get_client(sync_client=True) as client:
+                crashed: State[Any] = Crashed(message="the worker that started this run is gone")
+                client.set_flow_run_state(UUID(flow_run), crashed, force=True)
+        except Exception as error:
+            logger.warning(f"the server could not be told that the worker is gone: {error}")
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)  # the flow's context managers shut the engine down
+
+    Process(os.getppid()).when_gone(end)
 
 
 def settle(flow_run: UUID) -> None:
