@@ -29,15 +29,17 @@ settings.load_profile("shared")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Quick tests first, then those that run flows, then those that start an engine."""
+    """Tests that fork first, then other quick ones, then those that run flows, then those that start an engine."""
 
     def place(item: pytest.Item) -> int:
-        if "engine" not in item.keywords:
+        if "fork" in item.name:
             # Once a flow ran in this process, what is forked from it ends with an error: Prefect's services in it
             # want to be drained, and never ran.
-            return int("prefect_server" in getattr(item, "fixturenames", ()))
+            return 0
+        if "engine" not in item.keywords:
+            return 2 if "prefect_server" in getattr(item, "fixturenames", ()) else 1
         # vLLM's multimodal code imports numba, after which no engine starts in this process any more.
-        return 3 if "kimi" in item.name else 2
+        return 4 if "kimi" in item.name else 3
 
     items.sort(key=place)
 

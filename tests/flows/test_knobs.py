@@ -1,13 +1,17 @@
-"""What a person can do to a run: pause and resume it, and run only what failed."""
+"""What a person can do to a run: pause and resume it, run only what failed, and start a second one beside it."""
 
+import threading
 import time
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flows.extract import extract
-from flows.pause import PauseError, pause, resume
+from flows.pause import Gate, PauseError, pause, resume
+from tasks.extract.devices import Devices, engine_devices
 from tasks.report.summary import Summary
 from tasks.store import StagedSample, Store
 from tasks.store import open as open_store
@@ -29,38 +33,46 @@ def run(*arguments: Any, **knobs: Any) -> tuple[Any, Summary]:
 def test_a_paused_run_finishes_what_it_has_begun_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = Store.commit
-    commits: list[str] = []
-    before_resume: list[int] = []
-    polls = 0
+    original_commit, original_gate = Store.commit, Gate.__call__
+    commits, polls = count(1), count(1)
+    runs: list[str] = []
+    begun: list[int] = []  # chunks that were let through to the engine
+    seen: dict[str, tuple[int, int]] = {}
 
     def commit(store: Store, samples: list[StagedSample]) -> list[str]:
-        committed = original(store, samples)
-        commits.append(store.run)
-        if len(commits) == 1:
+        if next(commits) == 1:
+            runs.append(store.run)
             pause(store.run)
-        return committed
+        return original_commit(store, samples)
+
+    def gate(self: Gate) -> None:
+        original_gate(self)
+        begun.append(1)
 
     def poll(seconds: float) -> None:
-        nonlocal polls
-        polls += 1
-        time.sleep(0.05)
-        if polls == 100:
-            before_resume.append(len(commits))
-            resume(commits[0])
+        number = next(polls)
+        if number == 50:
+            seen["soon"] = len(begun), 0
+        elif number >= 300 and number % 50 == 0 and (stored := len(open_store(wanted.store))):
+            seen.setdefault("late", (len(begun), stored))
+            with suppress(PauseError):  # another thread was faster
+                resume(runs[0])
+        time.sleep(0.02)
 
     monkeypatch.setattr(Store, "commit", commit)
+    monkeypatch.setattr(Gate, "__call__", gate)
     monkeypatch.setattr("flows.pause.sleep", poll)
-    state, summary = run(many_chunks(tmp_path, LENGTHS))
+    wanted = many_chunks(tmp_path, LENGTHS)
+    state, summary = run(wanted)
     assert state.is_completed()
     assert summary.extracted == len(LENGTHS)
-    assert len(commits) >= 10
-    # Begun by then: the first chunk, two that wait behind it, and the one that took its place.
-    assert 1 <= before_resume[0] <= 5
+    (soon, _), (late, stored) = seen["soon"], seen["late"]
+    assert soon == late < len(begun), "no chunk was begun while the run was paused"
+    assert 0 < stored < len(LENGTHS), "what had been begun was committed meanwhile"
     with pytest.raises(PauseError, match="cannot be paused: it is Completed"):
-        pause(commits[0])
+        pause(runs[0])
     with pytest.raises(PauseError, match="cannot be resumed"):
-        resume(commits[0])
+        resume(runs[0])
     with pytest.raises(PauseError, match="knows no run no-such-run"):
         pause("no-such-run")
 
@@ -69,7 +81,7 @@ def test_only_what_failed_is_extracted(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("tasks.extract.task.STAGE", f"{faults.__name__}:stage")
     monkeypatch.setenv(faults.LENGTHS, "33")
     monkeypatch.setenv(faults.FULL, "17")
-    rows = [{"id": f"row-{n}", "input_ids": list(range(1, n + 1))} for n in (40, 33, 17, 25)]
+    rows = [{"id": f"row-{n}", "input_ids": list(range(1, n + 1))} for n in (33, 40, 17, 25)]
     wanted = extraction(tmp_path, rows)
     state, summary = run(wanted)
     assert state.is_failed()
@@ -96,3 +108,23 @@ def test_a_seed_and_a_limit_choose_rows(tmp_path: Path) -> None:
     assert chosen != ["row-1", "row-2", "row-3"]
     _, summary = run(wanted, limit=3, shuffle_seed=5)
     assert (summary.extracted, summary.reused) == (0, 3)
+
+
+def test_an_engine_waits_for_the_one_that_has_its_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Devices("brave-otter")
+    assert first.take(engine_devices(1, None, on_cpu=True), threading.Event())
+    told: list[str] = []
+
+    def warning(message: str) -> None:
+        told.append(message)
+        first.release()
+
+    monkeypatch.setattr("tasks.extract.devices.logger.warning", warning)
+    state, _ = run(extraction(tmp_path, [{"id": "row", "input_ids": [1, 2, 3]}]))
+    assert state.is_completed()
+    assert "is in use by the engine of brave-otter" in told[0]
+    again = Devices("after")
+    stop = threading.Event()
+    stop.set()
+    assert again.take(engine_devices(1, None, on_cpu=True), stop), "the run has let go of them"
+    again.release()

@@ -42,7 +42,7 @@ def missing(chunks: list[Chunk]) -> list[str]:
 def test_shards_plan_every_key_once(table: SampleTable, store: Store) -> None:
     shards = cut("fleet", distinct(table.keys, table.num_tokens), 3)
     assert len(shards) == 3
-    plans = [plan_chunks.fn(table, store, CHUNK_TOKENS, shard) for shard in shards]
+    plans = [plan_chunks.fn(table, store, CHUNK_TOKENS, shard=shard) for shard in shards]
     assert sorted(key for plan in plans for key in keys(plan)) == sorted(table.keys)
     store.close()
 
