@@ -234,6 +234,7 @@ def main() -> None:
                 for way in ("off", "on"):
                     apart, shared = state_bytes(root / way)
                     result[f"{way}_bytes"] = {"files": apart, "on_disk": shared}
+                    print(f"turn {turn}: {way} {apart:,} bytes of files, {shared:,} on the disk", flush=True)
             finally:
                 running.shutdown()
             result["runner"], result["device"] = running.ranks[0]["model_runner"], running.ranks[0]["device"]
