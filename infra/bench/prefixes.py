@@ -217,6 +217,8 @@ def main() -> None:
                 for way in order:
                     if way == "native":
                         continue
+                    # What one way has left in the KV cache, with no rows held, is not there for the next.
+                    assert running.vllm_engine.reset_prefix_cache()
                     extractor = PrefixExtractor(running, on if way == "on" else off, args.size, args.chunk_tokens)
                     chunks = arranged if way == "on" else plan(samples, args.chunk_tokens, False)
                     spent = time.process_time()
