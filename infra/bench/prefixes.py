@@ -125,9 +125,9 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--ids", type=int, nargs="+", help="layers, by output; four spread over the model by default")
     parser.add_argument("--size", type=int, default=1, help="tensor parallel size")
-    parser.add_argument("--conversations", type=int, default=24)
-    parser.add_argument("--stretch", type=int, default=12, help="neighbours in the data set")
-    parser.add_argument("--longest", type=int, default=600, help="tokens at which samples are cut; 0 for max-model-len")
+    parser.add_argument("--conversations", type=int, default=10)
+    parser.add_argument("--first", type=int, default=552, help="of those that are short enough")
+    parser.add_argument("--longest", type=int, default=3000, help="most tokens of one; 0: what max-model-len allows")
     parser.add_argument("--unshared", action="store_true", help="random prompts of the same number instead")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"])
@@ -217,6 +217,8 @@ def main() -> None:
                 for way in order:
                     if way == "native":
                         continue
+                    # What one way has left in the KV cache, with no rows held, is not there for the next.
+                    assert running.vllm_engine.reset_prefix_cache()
                     extractor = PrefixExtractor(running, args.size, args.chunk_tokens)
                     extractor.store = on if way == "on" else off
                     chunks = arranged if way == "on" else plan(samples, args.chunk_tokens, False)
@@ -235,6 +237,7 @@ def main() -> None:
                 for way in ("off", "on"):
                     apart, shared = state_bytes(root / way)
                     result[f"{way}_bytes"] = {"files": apart, "on_disk": shared}
+                    print(f"turn {turn}: {way} {apart:,} bytes of files, {shared:,} on the disk", flush=True)
             finally:
                 running.shutdown()
             result["runner"], result["device"] = running.ranks[0]["model_runner"], running.ranks[0]["device"]
