@@ -26,6 +26,7 @@ from flows.node import Node, Parcel
 from flows.pause import Gate
 from flows.run import begin
 from tasks.extract.checks import check
+from tasks.faults import RETRIES
 from tasks.fleet.pool import NodeDied, NoNodes, Pool
 from tasks.model import Checkpoint, resolve
 from tasks.plan.chunks import retries
@@ -68,7 +69,7 @@ class RayNode:
             raise NodeDied(f"{self.name}: {str(error).splitlines()[0]}") from error
 
 
-@task(name="extract", task_run_name="extract {chunk.name}", cache_policy=NO_CACHE, persist_result=False)
+@task(name="extract", task_run_name="extract {chunk.name}", cache_policy=NO_CACHE, persist_result=False, **RETRIES)
 def extract_on_a_node(
     chunk: Chunk,
     table: SampleTable,
