@@ -69,9 +69,9 @@ class Receiver:
 
     def _run(self) -> None:
         while message := self._socket.recv(8 * LONGEST):
-            # Whatever a handler raises, such as a broken pipe where the worker that read this process's output was
-            # killed: with nobody to read on, the engine's processes would be stopped by a full socket.
-            with suppress(Exception):
+            # Whatever a handler raises: where the worker that read this process's output was killed, rich ends the
+            # thread that writes to the broken pipe. Unread, the socket would fill up and stop who writes to it.
+            with suppress(Exception, SystemExit):
                 record = json.loads(message)
                 engine_logger.log(int(record["level"]), "%s: %s", record["process"], record["text"])
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
+from prefect.client.schemas.sorting import ArtifactSort
 
 from flows.audit import audit
 from flows.config import Extraction
@@ -81,7 +83,8 @@ def test_a_prefix_is_stored_once(done: tuple[Path, Summary, str]) -> None:
 def test_the_table_says_from_where(done: tuple[Path, Summary, str]) -> None:
     store, summary, _ = done
     with get_client(sync_client=True) as client:
-        tables = [a for a in client.read_artifacts() if str(a.key).startswith("shape-audit-chunk-")]
+        audits = ArtifactFilter(key=ArtifactFilterKey(like_="shape-audit-chunk-"))
+        tables = client.read_artifacts(artifact_filter=audits, sort=ArtifactSort.CREATED_DESC)
     rows = [row for table in tables for row in json.loads(table.data) if " rows of " in row.get("reused", "")]
     keys = {key[:12] for key in open_store(store).keys}
     ours = [row for row in rows if row["sample"] in keys]
