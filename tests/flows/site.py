@@ -95,7 +95,9 @@ class Site:
         return self._api.get(path).raise_for_status().json()
 
     def post(self, path: str, **values: Any) -> Any:
-        return self._api.post(path, json=values).raise_for_status().json()
+        # A server on SQLite answers so while its database is locked; Prefect's own client asks again, too.
+        answer = self.wait(lambda: (got := self._api.post(path, json=values)).status_code != 503 and got)
+        return answer.raise_for_status().json()
 
     def post_events(self, events: list[dict[str, Any]]) -> None:
         self._api.post("/events", json=events).raise_for_status()
