@@ -2,17 +2,29 @@
 
 import os
 import sys
-import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.logging import RichHandler
 from rich.markup import escape
 
 from flows import handoff_cli, runs_cli, store_cli
-from tasks.report.log import logger
+from flows.terminal import (
+    ChunkTokens,
+    Dataset,
+    Force,
+    Limit,
+    OnlyFailed,
+    OtherStore,
+    Preset,
+    ShuffleSeed,
+    console,
+    load,
+    log_to_terminal,
+    outcome,
+    show_extraction,
+    stop,
+)
 
 # Read when Prefect, vLLM and torch are imported, so commands import them late; what the user has set stays.
 DEFAULTS = {
@@ -34,7 +46,6 @@ DEFAULTS = {
 }
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-console = Console()
 
 
 @app.callback()
@@ -46,61 +57,44 @@ def main() -> None:
 
 @app.command()
 def extract(
-    preset: Annotated[str, typer.Argument(help="A preset's name, or a YAML file like those in infra/presets.")],
-    dataset: Annotated[str | None, typer.Option(help="Another data file than the preset's.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Read no more than this many rows of the data.")] = None,
-    store: Annotated[str | None, typer.Option(help="Another store than the preset's.")] = None,
-    chunk_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of one chunk.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Begin even if the samples may not fit on the disk.")] = False,
-    shuffle_seed: Annotated[
-        int | None, typer.Option(min=0, help="Read the rows in the random order of this seed, before any limit.")
-    ] = None,
-    only_failed: Annotated[
-        bool, typer.Option("--only-failed", help="Extract only what the store's last run could not commit.")
-    ] = False,
+    preset: Preset,
+    dataset: Dataset = None,
+    limit: Limit = None,
+    store: OtherStore = None,
+    chunk_tokens: ChunkTokens = None,
+    force: Force = False,
+    shuffle_seed: ShuffleSeed = None,
+    only_failed: OnlyFailed = False,
 ) -> None:
     """Extract the hidden states that the store lacks. Ends with 0 only if everything asked for is in the store."""
-    from flows.config import ConfigError, Extraction
-
-    try:
-        extraction = Extraction.load(preset)
-    except ConfigError as error:
-        raise _stop(error) from None
+    extraction = load(preset)
     from flows.extract import extract as flow  # Prefect takes seconds to import; a bad preset need not wait for it
-    from flows.run import settle
 
-    _log_to_terminal()
-    state: Any = flow(
-        extraction, dataset, limit, store, chunk_tokens, force, shuffle_seed, only_failed, return_state=True
+    log_to_terminal()
+    show_extraction(
+        flow(extraction, dataset, limit, store, chunk_tokens, force, shuffle_seed, only_failed, return_state=True)
     )
-    outcome: Any = state.result(raise_on_failure=False)
-    settle(state.state_details.flow_run_id)
-    if isinstance(outcome, BaseException):
-        raise _stop(outcome)
-    console.print(outcome.table())
-    if not state.is_completed():
-        raise typer.Exit(1)
 
 
 @app.command()
 def tokenize(
-    preset: Annotated[str, typer.Argument(help="A preset's name, or a YAML file like those in infra/presets.")],
+    preset: Preset,
     show: Annotated[int, typer.Option(min=0, help="Print this many samples, supervised tokens in colour.")] = 3,
-    dataset: Annotated[str | None, typer.Option(help="Another data file than the preset's.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Read no more than this many rows of the data.")] = None,
+    dataset: Dataset = None,
+    limit: Limit = None,
 ) -> None:
     """Tokenize the data as a run would, and show samples and statistics; nothing is stored."""
-    from flows.config import ConfigError, Extraction
     from tasks.model import ModelError, resolve
     from tasks.tokenize.errors import TokenizeError
     from tasks.tokenize.show import preview
 
+    wanted = load(preset)
     try:
-        wanted = Extraction.load(preset).overridden(dataset=dataset, limit=limit)
+        wanted = wanted.overridden(dataset=dataset, limit=limit)
         checkpoint = resolve(wanted.model)
         preview(console, wanted.data, checkpoint, wanted.identity(checkpoint), wanted.engine.max_model_len, show)
-    except (ConfigError, ModelError, TokenizeError) as error:
-        raise _stop(error) from None
+    except (ModelError, TokenizeError) as error:
+        raise stop(error) from None
 
 
 @app.command()
@@ -133,18 +127,13 @@ def audit(
 ) -> None:
     """Check every stored byte, and prove the values against the checkpoint. Ends with 0 only if nothing is wrong."""
     if reference not in (None, "hf", "solo"):
-        raise _stop(ValueError(f"--reference {reference}: choose hf or solo"))
+        raise stop(ValueError(f"--reference {reference}: choose hf or solo"))
     if samples is not None and reference is None:
-        raise _stop(ValueError("--samples says how many to recompute; choose how with --reference hf or solo"))
+        raise stop(ValueError("--samples says how many to recompute; choose how with --reference hf or solo"))
     from flows.audit import audit as flow
-    from flows.run import settle
 
-    _log_to_terminal()
-    state: Any = flow(store, model, reference, samples, html, return_state=True)
-    report: Any = state.result(raise_on_failure=False)
-    settle(state.state_details.flow_run_id)
-    if isinstance(report, BaseException):
-        raise _stop(report)
+    log_to_terminal()
+    report: Any = outcome(flow(store, model, reference, samples, html, return_state=True))
     from tasks.report.audit_page import terminal
 
     console.print(terminal(report))
@@ -174,14 +163,14 @@ def doctor(
     if prefect:
         return _doctor_prefect()
     if not files:
-        raise _stop(ValueError("name files or shapes, or --prefect"))
+        raise stop(ValueError("name files or shapes, or --prefect"))
     from tasks.verify.diagnose import Expected, describe, explain, parse_shape
     from tasks.verify.shapes import UnreadableFile, read_shapes
 
     try:
         known = tuple(int(n) for n in lengths.replace(",", " ").split())
     except ValueError:
-        raise _stop(ValueError(f"--lengths {lengths}: write numbers with commas between, e.g. 512,259")) from None
+        raise stop(ValueError(f"--lengths {lengths}: write numbers with commas between, e.g. 512,259")) from None
     raw: list[tuple[int, ...]] = []
     groups: list[tuple[str, list[tuple[int, ...]], tuple[int, ...]]] = []
     try:
@@ -193,7 +182,7 @@ def doctor(
             else:
                 raw += parse_shape(file)
     except (UnreadableFile, ValueError) as error:
-        raise _stop(error) from None
+        raise stop(error) from None
     if raw:
         groups.append(("", raw, known))
     for name, shapes, own in groups:
@@ -209,8 +198,7 @@ def run() -> None:
     try:
         app()
     except StoreError as error:
-        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
-        sys.exit(1)
+        sys.exit(stop(error).exit_code)
 
 
 def _doctor_prefect() -> None:
@@ -225,19 +213,9 @@ def _doctor_prefect() -> None:
     console.print("Prefect is set up: runs of the deployments will be run and shown", highlight=False)
 
 
-def _log_to_terminal() -> None:
-    logger.addHandler(RichHandler(console=Console(stderr=True), show_path=False, show_time=False, highlighter=None))
-    warnings.filterwarnings("ignore", category=FutureWarning)
-
-
-def _stop(error: BaseException) -> typer.Exit:
-    Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
-    return typer.Exit(1)
-
-
 store_cli.register(app, console)
-runs_cli.register(app, console)
-handoff_cli.register(app, console, _log_to_terminal, _stop)
+runs_cli.register(app)
+handoff_cli.register(app)
 
 if __name__ == "__main__":
     run()

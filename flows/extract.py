@@ -11,7 +11,7 @@ from prefect.states import Completed, Failed
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.config import Extraction
-from flows.pause import Gate
+from flows.pause import PauseGate
 from flows.run import begin
 from tasks.extract.checks import check
 from tasks.extract.task import LazyEngine, engine_spec, extract_chunk
@@ -97,7 +97,7 @@ def extract(
             progress_shown(progress),
             LazyEngine(
                 engine_spec(checkpoint, identity, wanted.engine, target, reuses_prefixes(chunks)),
-                pause=Gate(runtime.flow_run.id),
+                pause=PauseGate(runtime.flow_run.id),
                 probe=Probe(checkpoint) if wanted.audit.probe else None,
                 record=target.write_provenance,
             ) as engine,

@@ -17,12 +17,15 @@ from flows.config import Extraction
 from flows.run import begin
 from tasks.extract.checks import check
 from tasks.fleet.summary import FleetSummary
-from tasks.fleet.task import DeploymentNodes, report_fleet, run_shard, shard_end
-from tasks.model import resolve
+from tasks.fleet.task import DeploymentNodes, count_missing, report_fleet, run_shard, shard_end
+from tasks.model import Checkpoint, resolve
 from tasks.plan.shards import cut
 from tasks.plan.task import plan_chunks
-from tasks.store.task import count_missing, open_store, record_reused, require_room
+from tasks.report.summary import Summary
+from tasks.samples import SampleTable
+from tasks.store.task import open_store, record_reused, require_room
 from tasks.tokenize.task import tokenize_data
+from tasks.vocabulary import Chunk
 
 RUNNER: Any = ThreadPoolTaskRunner(max_workers=256)  # threads that wait, one for each shard
 
@@ -68,8 +71,7 @@ def extract_fleet(
     Returns:
         A state with a :class:`tasks.fleet.summary.FleetSummary`; Failed unless all samples are in the store.
     """
-    if not get_current_settings().api.url:
-        raise NoServer("a fleet needs a Prefect server that its nodes can reach: set PREFECT_API_URL to its address")
+    require_server()
     wanted = extraction.overridden(
         dataset=dataset, limit=limit, store=store, chunk_tokens=chunk_tokens, shuffle_seed=shuffle_seed
     ).anchored()
@@ -80,17 +82,8 @@ def extract_fleet(
     summary = FleetSummary(store=wanted.store)
 
     with tempfile.TemporaryDirectory(prefix="layertap-") as scratch:
-        with open_store(wanted.store, identity, checkpoint, run) as target:
-            table, summary.input = tokenize_data(
-                wanted.data, checkpoint, identity, wanted.engine.max_model_len, Path(scratch)
-            )
-            chunks = plan_chunks(table, target, wanted.chunk_tokens, only_failed=only_failed)
-            summary.reused = record_reused(chunks, table, target)
-            missing = [sample for chunk in chunks for sample in chunk.missing]
-            if missing:
-                require_room(chunks, target, force)
-                target.write_provenance(wanted.provenance())
-        # The store is free now, for the shards to share.
+        _, chunks = plan_for_nodes(wanted, checkpoint, run, Path(scratch), summary, only_failed, force)
+        missing = [sample for chunk in chunks for sample in chunk.missing]
         shards = cut(run, missing, nodes)
         issued = DeploymentNodes(deployment, shard_parameters(wanted, only_failed))
         stop = threading.Event()
@@ -105,6 +98,37 @@ def extract_fleet(
                 count_missing(missing, target, summary)
         report_fleet(summary)
     return (Completed if summary.complete else Failed)(message=summary.message, data=summary)
+
+
+def require_server() -> None:
+    """Refuse to begin without a Prefect server that other machines can reach.
+
+    Raises:
+        NoServer: says what to set.
+    """
+    if not get_current_settings().api.url:
+        raise NoServer("the nodes report to a Prefect server: set PREFECT_API_URL to an address that they can reach")
+
+
+def plan_for_nodes(
+    wanted: Extraction,
+    checkpoint: Checkpoint,
+    run: str,
+    scratch: Path,
+    summary: Summary | FleetSummary,
+    only_failed: bool,
+    force: bool,
+) -> tuple[SampleTable, list[Chunk]]:
+    """The table of a run's samples and its chunks; the store is free afterwards, for the nodes to share."""
+    identity = wanted.identity(checkpoint)
+    with open_store(wanted.store, identity, checkpoint, run) as target:
+        table, summary.input = tokenize_data(wanted.data, checkpoint, identity, wanted.engine.max_model_len, scratch)
+        chunks: list[Chunk] = plan_chunks(table, target, wanted.chunk_tokens, only_failed=only_failed)
+        summary.reused = record_reused(chunks, table, target)
+        if any(chunk.missing for chunk in chunks):
+            require_room(chunks, target, force)
+            target.write_provenance(wanted.provenance())
+    return table, chunks
 
 
 def shard_parameters(wanted: Extraction, only_failed: bool) -> dict[str, Any]:

@@ -1,13 +1,11 @@
 """The verbs that hand a store to trainers of other projects, and take their files in: export and import."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
-Stop = Callable[[BaseException], BaseException]
+from flows.terminal import Force, console, log_to_terminal, outcome, stop
 
 Depths = Annotated[
     str | None,
@@ -15,14 +13,8 @@ Depths = Annotated[
 ]
 
 
-def register(app: typer.Typer, console: Console, log_to_terminal: Callable[[], None], stop: Stop) -> None:
+def register(app: typer.Typer) -> None:
     """Add the verbs to the command line."""
-
-    def outcome(state: Any) -> Any:
-        result = state.result(raise_on_failure=False)
-        if isinstance(result, BaseException):
-            raise stop(result)
-        return result
 
     @app.command()
     def export(
@@ -37,11 +29,11 @@ def register(app: typer.Typer, console: Console, log_to_terminal: Callable[[], N
             str | None, typer.Option(help="The checkpoint that filled the store, for the vocabulary's size.")
         ] = None,
         chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one chunk.")] = 65_536,
-        force: Annotated[bool, typer.Option("--force", help="Begin even if the files may not fit.")] = False,
+        force: Force = False,
     ) -> None:
         """Write a store as the files of another project's trainer. Ends with 0 only if all of it is there."""
-        chosen = _depths(depths, stop)
-        _known(to, stop)
+        chosen = _depths(depths)
+        _known(to)
         from flows.export import export as flow
 
         log_to_terminal()
@@ -73,11 +65,11 @@ def register(app: typer.Typer, console: Console, log_to_terminal: Callable[[], N
         model: Annotated[str, typer.Option(help="The checkpoint that the states come from.")],
         depths: Depths = None,
         chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one chunk.")] = 65_536,
-        force: Annotated[bool, typer.Option("--force", help="Begin even if the samples may not fit.")] = False,
+        force: Force = False,
     ) -> None:
         """Audit existing extractions, and commit the good files to a store. Ends with 0 only if all are good."""
-        chosen = _depths(depths, stop)
-        _known(origin, stop)
+        chosen = _depths(depths)
+        _known(origin)
         from flows.import_files import import_files as flow
 
         log_to_terminal()
@@ -97,7 +89,7 @@ def register(app: typer.Typer, console: Console, log_to_terminal: Callable[[], N
             raise typer.Exit(1)
 
 
-def _known(name: str, stop: Stop) -> None:
+def _known(name: str) -> None:
     """A name that is no format ends the command before Prefect is imported."""
     from tasks.handoff.errors import HandoffError
     from tasks.handoff.formats import by_name
@@ -108,7 +100,7 @@ def _known(name: str, stop: Stop) -> None:
         raise stop(error) from None
 
 
-def _depths(text: str | None, stop: Stop) -> tuple[int, ...] | None:
+def _depths(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
     try:

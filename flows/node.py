@@ -2,8 +2,9 @@
 
 import os
 import tempfile
+import threading
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tasks.report.summary import Outcome
 from tasks.samples import Sample, SampleTable, SampleTableWriter
 from tasks.store.task import commit_chunk, open_store, record_reused
 from tasks.verify.examine import Examiner
+from tasks.verify.probe import Probe
 from tasks.verify.task import verify_chunk
 from tasks.vocabulary import Chunk, Profile, Verdict
 
@@ -64,8 +66,13 @@ class Node:
             open_store(wanted.store, identity, checkpoint, run, Shard.model_validate(part))
         )
         self._engine = self._closing.enter_context(
-            LazyEngine(engine_spec(checkpoint, identity, wanted.engine, self._store))
+            LazyEngine(
+                engine_spec(checkpoint, identity, wanted.engine, self._store),
+                probe=Probe(checkpoint) if wanted.audit.probe else None,
+                record=self._store.write_provenance,
+            )
         )
+        self._first = threading.Lock()
         self._progress = Progress([])
         self._examiner = Examiner(checkpoint, identity, wanted.engine.tensor_parallel_size, wanted.audit)
         self._profiles = Profiles(identity.depths)
@@ -98,10 +105,12 @@ class Node:
             if not missing:
                 return _as_committed(parcel.chunk, chunk), None
         suspect = parcel.earlier is not None
-        extracted = extract_chunk.fn(chunk, table, self._store, self._engine, self._progress, suspect=suspect)
-        verdicts = verify_chunk.fn(
-            chunk, extracted.data, table, self._examiner, self._profiles, self._engine.halt, parcel.earlier
-        )
+        # Nothing beside this engine's first chunk until its values are proved.
+        with nullcontext() if self._examiner.gate.is_open else self._first:
+            extracted = extract_chunk.fn(chunk, table, self._store, self._engine, self._progress, suspect=suspect)
+            verdicts = verify_chunk.fn(
+                chunk, extracted.data, table, self._examiner, self._profiles, self._engine.halt, parcel.earlier
+            )
         outcome = commit_chunk.fn(chunk, verdicts, table, self._store)
         found = _as_committed(parcel.chunk, chunk)
         total = replace(outcome, extracted=outcome.extracted + found.extracted, tokens=outcome.tokens + found.tokens)

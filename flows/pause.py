@@ -21,7 +21,7 @@ class PauseError(RuntimeError):
     """A run cannot be paused or resumed, or was not resumed in time."""
 
 
-class Gate:
+class PauseGate:
     """Lets chunks through to the engine unless their run is paused.
 
     What the engine has already begun is finished, verified and committed meanwhile; the engine stays loaded.

@@ -21,9 +21,9 @@ from prefect.states import Completed, Failed
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.config import Extraction
-from flows.fleet import NoServer
+from flows.fleet import plan_for_nodes, require_server
 from flows.node import Node, Parcel
-from flows.pause import Gate
+from flows.pause import PauseGate
 from flows.run import begin
 from tasks.extract.checks import check
 from tasks.faults import RETRIES
@@ -31,14 +31,12 @@ from tasks.fleet.pool import NodeDied, NoNodes, Pool
 from tasks.model import Checkpoint, resolve
 from tasks.plan.chunks import retries
 from tasks.plan.shards import Shard
-from tasks.plan.task import plan_chunks
 from tasks.report.picture import Profiles
 from tasks.report.progress import Progress
 from tasks.report.summary import Outcome, Summary
-from tasks.report.task import report_run
+from tasks.report.task import progress_shown, report_run
 from tasks.samples import SampleTable
-from tasks.store.task import note_failed, open_store, record_reused, require_room
-from tasks.tokenize.task import tokenize_data
+from tasks.store.task import note_failed, open_store
 from tasks.vocabulary import Chunk, Identity, Verdict
 
 CHUNKS_PER_NODE = 3  # as in a run on one node: computed, waiting inside the engine, and verified and committed
@@ -75,7 +73,7 @@ def extract_on_a_node(
     table: SampleTable,
     pool: Pool[RayNode],
     progress: Progress,
-    gate: Gate,
+    gate: PauseGate,
     earlier: Verdict | None = None,
 ) -> Any:
     """Have a chunk extracted, verified and committed by a free node; by another if that dies.
@@ -133,8 +131,7 @@ def extract_ray(
     Returns:
         A state with a :class:`tasks.report.summary.Summary`; Failed unless all samples are in the store.
     """
-    if not get_current_settings().api.url:
-        raise NoServer("the nodes report to a Prefect server: set PREFECT_API_URL to an address that they can reach")
+    require_server()
     wanted = extraction.overridden(
         dataset=dataset, limit=limit, store=store, chunk_tokens=chunk_tokens, shuffle_seed=shuffle_seed
     ).anchored()
@@ -146,19 +143,15 @@ def extract_ray(
     profiles = Profiles(identity.depths)
 
     with tempfile.TemporaryDirectory(prefix="layertap-") as scratch:
-        with open_store(wanted.store, identity, checkpoint, run) as target:
-            table, summary.input = tokenize_data(
-                wanted.data, checkpoint, identity, wanted.engine.max_model_len, Path(scratch)
-            )
-            chunks = plan_chunks(table, target, wanted.chunk_tokens, only_failed=only_failed)
-            summary.reused = record_reused(chunks, table, target)
-            missing = any(chunk.missing for chunk in chunks)
-            if missing:
-                require_room(chunks, target, force)
-                target.write_provenance(wanted.provenance())
-        # The store is free now, for the nodes to share.
-        with Progress(chunks) as progress, nodes_for(wanted, checkpoint, identity, run, missing) as pool:
-            gate = Gate(runtime.flow_run.id)
+        table, chunks = plan_for_nodes(wanted, checkpoint, run, Path(scratch), summary, only_failed, force)
+        summary.chunks = len(chunks)
+        missing = any(chunk.missing for chunk in chunks)
+        with (
+            Progress(chunks) as progress,
+            progress_shown(progress),
+            nodes_for(wanted, checkpoint, identity, run, missing) as pool,
+        ):
+            gate = PauseGate(runtime.flow_run.id)
             futures = [(chunk, extract_on_a_node.submit(chunk, table, pool, progress, gate)) for chunk in chunks]
             wait([future for _, future in futures])
             for chunk, future in futures:

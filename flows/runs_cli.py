@@ -3,47 +3,49 @@
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+
+from flows.terminal import (
+    ChunkTokens,
+    Dataset,
+    Force,
+    Limit,
+    OnlyFailed,
+    OtherStore,
+    Preset,
+    ShuffleSeed,
+    console,
+    load,
+    log_to_terminal,
+    show_extraction,
+    stop,
+)
 
 RunArgument = Annotated[str, typer.Argument(help="Name or id of the flow run.")]
 
 
-def register(app: typer.Typer, console: Console) -> None:
+def register(app: typer.Typer) -> None:
     """Add the verbs to the command line."""
-
-    def stop(error: BaseException) -> typer.Exit:
-        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
-        return typer.Exit(1)
 
     @app.command()
     def fleet(
-        preset: Annotated[str, typer.Argument(help="A preset's name, or a YAML file like those in infra/presets.")],
+        preset: Preset,
         deployment: Annotated[
             str | None, typer.Option(help="The deployment that extracts a shard, e.g. extract/kimi-k25.")
         ] = None,
         nodes: Annotated[int, typer.Option(min=1, max=256, help="Nodes that have a worker of its pool.")] = 2,
         ray: Annotated[bool, typer.Option("--ray", help="All nodes of the Ray cluster at RAY_ADDRESS.")] = False,
-        dataset: Annotated[str | None, typer.Option(help="Another data file than the preset's.")] = None,
-        limit: Annotated[int | None, typer.Option(min=1, help="Read no more than this many rows of the data.")] = None,
-        store: Annotated[str | None, typer.Option(help="Another store than the preset's.")] = None,
-        chunk_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of one chunk.")] = None,
-        force: Annotated[bool, typer.Option("--force", help="Begin even if the samples may not fit.")] = False,
-        shuffle_seed: Annotated[
-            int | None, typer.Option(min=0, help="Read the rows in the random order of this seed, before any limit.")
-        ] = None,
-        only_failed: Annotated[
-            bool, typer.Option("--only-failed", help="Extract only what the store's last run could not commit.")
-        ] = False,
+        dataset: Dataset = None,
+        limit: Limit = None,
+        store: OtherStore = None,
+        chunk_tokens: ChunkTokens = None,
+        force: Force = False,
+        shuffle_seed: ShuffleSeed = None,
+        only_failed: OnlyFailed = False,
     ) -> None:
         """Extract on many nodes at once. Ends with 0 only if everything asked for is in the store."""
-        from flows.config import ConfigError, Extraction
-
         if ray == (deployment is not None):
             raise stop(ValueError("name a deployment whose workers extract the shards with --deployment, or use --ray"))
-        try:
-            extraction = Extraction.load(preset)
-        except ConfigError as error:
-            raise stop(error) from None
+        extraction = load(preset)
         knobs: dict[str, Any] = {
             "dataset": dataset,
             "limit": limit,
@@ -54,21 +56,15 @@ def register(app: typer.Typer, console: Console) -> None:
             "only_failed": only_failed,
             "return_state": True,
         }
-        state: Any
+        log_to_terminal()
         if deployment is not None:
             from flows.fleet import extract_fleet
 
-            state = extract_fleet(extraction, deployment, nodes, **knobs)
+            show_extraction(extract_fleet(extraction, deployment, nodes, **knobs))
         else:
             from flows.ray_fleet import extract_ray
 
-            state = extract_ray(extraction, **knobs)
-        outcome: Any = state.result(raise_on_failure=False)
-        if isinstance(outcome, BaseException):
-            raise stop(outcome)
-        console.print(outcome.table())
-        if not state.is_completed():
-            raise typer.Exit(1)
+            show_extraction(extract_ray(extraction, **knobs))
 
     @app.command()
     def pause(

@@ -1,6 +1,7 @@
 """A shard as a Prefect task: a flow run of a deployment, which a worker on a free node picks up."""
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 from uuid import UUID
 
@@ -18,6 +19,8 @@ from tasks.fleet.follow import ShardEnd, Sight, follow
 from tasks.fleet.summary import FleetSummary
 from tasks.plan.shards import Shard
 from tasks.report.log import logger
+from tasks.store.store import Store
+from tasks.vocabulary import PlannedSample
 
 HEARTBEAT = "prefect.flow-run.heartbeat"
 
@@ -97,3 +100,14 @@ def shard_end(shard: Shard, state: Any) -> ShardEnd:
     """What a shard's task has returned; or, if it broke itself, why."""
     end = state.result(raise_on_failure=False)
     return end if isinstance(end, ShardEnd) else ShardEnd(shard, "failed", str(end))
+
+
+def count_missing(planned: Sequence[PlannedSample], store: Store, summary: FleetSummary) -> None:
+    """Count in the store what became of samples that it lacked, and note those that it still lacks."""
+    left = set(store.missing((sample.key, sample.num_tokens) for sample in planned))
+    store.record()  # lists what a node committed just before it died
+    store.write_failed(left)
+    summary.extracted = len(planned) - len(left)
+    summary.tokens = sum(sample.num_tokens for sample in planned if sample.key not in left)
+    summary.left = len(left)
+    summary.quarantined = len(left & store.quarantined_keys)

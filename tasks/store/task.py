@@ -6,7 +6,6 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from tasks.faults import RETRIES
-from tasks.fleet.summary import FleetSummary
 from tasks.model import Checkpoint, final_norm
 from tasks.plan.shards import Shard
 from tasks.report.log import logger
@@ -72,17 +71,6 @@ def note_failed(chunks: Sequence[Chunk], summary: Summary, store: Store) -> None
     quarantined = [verdict.key for verdict in summary.quarantined]
     lost = [s.key for chunk in chunks if chunk.name in summary.failed_chunks for s in chunk.missing]
     store.write_failed([*quarantined, *lost])
-
-
-def count_missing(planned: Sequence[PlannedSample], store: Store, summary: FleetSummary) -> None:
-    """Count in the store what became of samples that it lacked, and note those that it still lacks."""
-    left = set(store.missing((sample.key, sample.num_tokens) for sample in planned))
-    store.record()  # lists what a node committed just before it died
-    store.write_failed(left)
-    summary.extracted = len(planned) - len(left)
-    summary.tokens = sum(sample.num_tokens for sample in planned if sample.key not in left)
-    summary.left = len(left)
-    summary.quarantined = len(left & store.quarantined_keys)
 
 
 @task(name="commit", task_run_name="commit {chunk.name}", cache_policy=NO_CACHE, persist_result=False, **RETRIES)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flows.extract import extract
-from flows.pause import Gate, PauseError, pause, resume
+from flows.pause import PauseError, PauseGate, pause, resume
 from tasks.extract.devices import Devices, engine_devices
 from tasks.report.summary import Summary
 from tasks.store import StagedSample, Store
@@ -33,7 +33,7 @@ def run(*arguments: Any, **knobs: Any) -> tuple[Any, Summary]:
 def test_a_paused_run_finishes_what_it_has_begun_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original_commit, original_gate = Store.commit, Gate.__call__
+    original_commit, original_gate = Store.commit, PauseGate.__call__
     commits, polls = count(1), count(1)
     runs: list[str] = []
     begun: list[int] = []  # chunks that were let through to the engine
@@ -45,7 +45,7 @@ def test_a_paused_run_finishes_what_it_has_begun_and_nothing_else(
             pause(store.run)
         return original_commit(store, samples)
 
-    def gate(self: Gate) -> None:
+    def gate(self: PauseGate) -> None:
         original_gate(self)
         begun.append(1)
 
@@ -60,7 +60,7 @@ def test_a_paused_run_finishes_what_it_has_begun_and_nothing_else(
         time.sleep(0.02)
 
     monkeypatch.setattr(Store, "commit", commit)
-    monkeypatch.setattr(Gate, "__call__", gate)
+    monkeypatch.setattr(PauseGate, "__call__", gate)
     monkeypatch.setattr("flows.pause.sleep", poll)
     wanted = many_chunks(tmp_path, LENGTHS)
     state, summary = run(wanted)

@@ -9,7 +9,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 from prefect.states import Paused, Running, Suspended
 
-from flows.pause import Gate, PauseError, pause, resume
+from flows.pause import PauseError, PauseGate, pause, resume
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
@@ -22,12 +22,12 @@ def polls(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
     return script
 
 
-def run(steps: Callable[[str, Gate], None]) -> Any:
+def run(steps: Callable[[str, PauseGate], None]) -> Any:
     """A flow run that takes the steps, given its name and its gate."""
 
     @flow(name="steps")
     def steps_in_a_run() -> None:
-        steps(str(runtime.flow_run.name), Gate(runtime.flow_run.id))
+        steps(str(runtime.flow_run.name), PauseGate(runtime.flow_run.id))
 
     return steps_in_a_run(return_state=True)
 
@@ -35,7 +35,7 @@ def run(steps: Callable[[str, Gate], None]) -> Any:
 def test_a_paused_run_waits_until_it_is_resumed(polls: list[Callable[[], None]]) -> None:
     log: list[str] = []
 
-    def steps(name: str, gate: Gate) -> None:
+    def steps(name: str, gate: PauseGate) -> None:
         gate()
         log.append("first")
         assert pause(name).name == name
@@ -54,7 +54,7 @@ def test_a_paused_run_waits_until_it_is_resumed(polls: list[Callable[[], None]])
 
 
 def test_a_pause_that_was_too_long_ends_the_run() -> None:
-    def steps(name: str, gate: Gate) -> None:
+    def steps(name: str, gate: PauseGate) -> None:
         with get_client(sync_client=True) as client:
             state: State[Any] = Paused(timeout_seconds=0, reschedule=False)
             client.set_flow_run_state(runtime.flow_run.id, state)
@@ -65,7 +65,7 @@ def test_a_pause_that_was_too_long_ends_the_run() -> None:
 
 
 def test_a_suspended_run_is_left_to_prefect(polls: list[Callable[[], None]]) -> None:
-    def steps(name: str, gate: Gate) -> None:
+    def steps(name: str, gate: PauseGate) -> None:
         suspended: State[Any] = Suspended()
         running: State[Any] = Running()
         with get_client(sync_client=True) as client:
@@ -87,4 +87,4 @@ def test_only_a_run_that_is_there_and_running_can_be_paused() -> None:
 
 
 def test_without_a_run_the_gate_is_open() -> None:
-    Gate(None)()
+    PauseGate(None)()
