@@ -105,18 +105,7 @@ class Extraction(BaseModel):
 
     def identity(self, checkpoint: Checkpoint) -> Identity:
         """What decides the states' values and shape; ``layers`` must have been checked against the checkpoint."""
-        return Identity(
-            model=checkpoint.fingerprint,
-            architecture=checkpoint.architecture,
-            num_layers=checkpoint.num_layers,
-            hidden_size=checkpoint.hidden_size,
-            depths=self.layers.depths,
-            convention=self.layers.convention,
-            layer_ids=tuple(sorted(self.layers.ids)),
-            dtype=self.dtype,
-            stored_as=self.stored_as,
-            numerics=self.engine.numerics,
-        )
+        return checkpoint.identity(self.layers, self.dtype, stored_as=self.stored_as, numerics=self.engine.numerics)
 
     def provenance(self) -> dict[str, Any]:
         """What the store keeps of a run: enough to audit it and to run it again."""

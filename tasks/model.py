@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,9 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors import safe_open
+
+from tasks.layers import Layers
+from tasks.vocabulary import DType, Identity, StoredAs
 
 #: A weight file up to this size is hashed whole; a larger one by its header and evenly spaced blocks.
 WHOLE_FILE_BYTES = 64 << 20
@@ -62,6 +66,23 @@ class Checkpoint:
     config: dict[str, Any]
     """config.json as it stands."""
     trust_remote_code: bool = False
+
+    def identity(
+        self, layers: Layers, dtype: DType, *, stored_as: StoredAs = "exact", numerics: Mapping[str, Any] | None = None
+    ) -> Identity:
+        """What decides the values and the shape of this checkpoint's states at these layers (checked before)."""
+        return Identity(
+            model=self.fingerprint,
+            architecture=self.architecture,
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            depths=layers.depths,
+            convention=layers.convention,
+            layer_ids=tuple(sorted(layers.ids)),
+            dtype=dtype,
+            stored_as=stored_as,
+            numerics=dict(numerics or {}),
+        )
 
 
 def resolve(model: Model) -> Checkpoint:

@@ -451,16 +451,7 @@ def main() -> None:
         writing_ranks=args.writing_ranks,
         ring_slots=args.ring_slots,
     )
-    identity = Identity(
-        checkpoint.fingerprint,
-        checkpoint.architecture,
-        checkpoint.num_layers,
-        checkpoint.hidden_size,
-        layers.depths,
-        "output",
-        layers.ids,
-        args.dtype,
-    )
+    identity = checkpoint.identity(layers, args.dtype)
     state_bytes = len(layers.depths) * checkpoint.hidden_size * (2 if args.dtype == "bfloat16" else 4)
     root = Path(tempfile.mkdtemp(prefix="layertap-bench-", dir=args.store))
     speed = disk_speed(root)

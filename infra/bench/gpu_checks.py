@@ -345,16 +345,7 @@ def check_configuration(directory: Path, model: str, size: int, runner: str, sca
     name = f"{model}-{size}-{runner}"
     checkpoint = read(directory / model)
     layers = Layers(ids=DEPTHS, convention="input")
-    identity = Identity(
-        checkpoint.fingerprint,
-        checkpoint.architecture,
-        checkpoint.num_layers,
-        checkpoint.hidden_size,
-        layers.depths,
-        "input",
-        layers.ids,
-        scale.dtype,  # type: ignore[arg-type]
-    )
+    identity = checkpoint.identity(layers, scale.dtype)  # type: ignore[arg-type]
     store_path = directory / f"store-{name}"
     shutil.rmtree(store_path, ignore_errors=True)
     with Store.open(store_path, identity, run=name) as store:

@@ -38,7 +38,7 @@ from tasks.plan.chunks import split
 from tasks.plan.prefixes import arrange, known_share
 from tasks.store import Store
 from tasks.store.stage import STAGE
-from tasks.vocabulary import Chunk, DType, Identity, PlannedSample
+from tasks.vocabulary import Chunk, DType, PlannedSample
 
 FIRST = 1500
 """Conversations of the data set to take from."""
@@ -173,16 +173,7 @@ def main() -> None:
         reuse_gib=args.reuse_gib,
         extra={"block_size": block} if block else {},
     )
-    identity = Identity(
-        checkpoint.fingerprint,
-        checkpoint.architecture,
-        checkpoint.num_layers,
-        checkpoint.hidden_size,
-        layers.depths,
-        "output",
-        layers.ids,
-        dtype,
-    )
+    identity = checkpoint.identity(layers, dtype)
     if args.unshared:
         tokens = prompts(args.conversations, longest // 2, longest, checkpoint.vocab_size, 1)
     else:

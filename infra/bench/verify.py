@@ -29,7 +29,7 @@ from tasks.layers import Layers
 from tasks.model import read
 from tasks.verify.config import Audit
 from tasks.verify.judge import Case, judge
-from tasks.vocabulary import Identity, PlannedSample, digest_ids
+from tasks.vocabulary import PlannedSample, digest_ids
 
 
 def drop(
@@ -74,16 +74,7 @@ def main() -> None:
         kv_cache_gib=args.kv_gib,
         load_format="auto" if args.model else "dummy",
     )
-    identity = Identity(
-        checkpoint.fingerprint,
-        checkpoint.architecture,
-        checkpoint.num_layers,
-        checkpoint.hidden_size,
-        layers.depths,
-        "output",
-        layers.ids,
-        args.dtype,
-    )
+    identity = checkpoint.identity(layers, args.dtype)
     ratios, judged, shares, receipt_bytes, refused = [], [], [], 0, []
     spec = EngineSpec(checkpoint, layers.depths, args.dtype, engine, "infra.bench.verify:drop", {})
     running = BenchEngine(spec).start()

@@ -1,7 +1,7 @@
 """What becomes of rows in host memory: whole samples, staged files, receipts."""
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,6 +44,30 @@ class Wanted(NamedTuple):
 
 
 @dataclass(frozen=True)
+class CaptureSettings:
+    """What a rank's capture needs to know beside the engine's own configuration; plain values."""
+
+    stage: str
+    """The function that stages a sample, as ``package.module:function``."""
+    stage_spec: dict[str, Any]
+    """What it needs to know of the store."""
+    receipts: str
+    """Address of :class:`tasks.extract.receipts.Inbox`."""
+    writer_threads: int
+    """Of this rank."""
+    staging_bytes: int
+    """Bound on this rank's host memory for captured samples."""
+    ring_slots: int
+    """Buffers between the device and the process that writes."""
+    deal: bool
+    """Whether samples are dealt over the ranks to be written, or all written by the first."""
+    writer_process: bool | None
+    """Whether samples are assembled and written in a process of their own; on a GPU always."""
+    reuse_bytes: int
+    """Bound on this rank's host memory for rows of shared prefixes; 0 if none are reused."""
+
+
+@dataclass(frozen=True)
 class AssemblySpec:
     """What one rank's assembly needs to know; plain values, since it may be sent to another process."""
 
@@ -52,22 +76,11 @@ class AssemblySpec:
     num_depths: int
     hidden_size: int
     dtype: DType
-    receipts: str
-    """Address of :class:`tasks.extract.receipts.Inbox`."""
-    deal: bool
-    """Whether samples are dealt over the ranks to be written, or all written by the first."""
-    stage: str
-    """The function that stages a sample, as ``package.module:function`` (see :data:`tasks.extract.writer.Stage`)."""
-    stage_spec: Mapping[str, Any]
-    writer_threads: int
-    staging_bytes: int
-    """Bound on host memory for captured samples."""
     witnessed: bool
     """Whether rows are compared with what the layers themselves were given."""
     block: int
     """Tokens of a block of the engine's KV cache."""
-    reuse_bytes: int
-    """Bound on host memory for rows of shared prefixes; 0 if none are reused."""
+    settings: CaptureSettings
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -75,11 +88,11 @@ class AssemblySpec:
 
     def keeps(self, key: str) -> bool:
         """Whether this rank keeps a sample's states; every rank holds them all, and digests them."""
-        return (int(key[:8], 16) % self.world_size if self.deal else 0) == self.rank
+        return (int(key[:8], 16) % self.world_size if self.settings.deal else 0) == self.rank
 
     @property
     def keeps_any(self) -> bool:
-        return self.deal or self.rank == 0
+        return self.settings.deal or self.rank == 0
 
 
 class Assembly:
@@ -87,7 +100,7 @@ class Assembly:
 
     def __init__(self, spec: AssemblySpec) -> None:
         self._lock = threading.Lock()
-        self.outbox = Outbox(spec.receipts, spec.rank)
+        self.outbox = Outbox(spec.settings.receipts, spec.rank)
         self._owed_lock = threading.Lock()
         self._owed: set[str] = set()
         """Samples that are complete and have no receipt yet."""
@@ -97,21 +110,21 @@ class Assembly:
             rank=spec.rank,
             world_size=spec.world_size,
             dtype=spec.dtype,
-            stage=spec.stage,
-            stage_spec=spec.stage_spec,
-            threads=spec.writer_threads,
-            limit_bytes=spec.staging_bytes,
+            stage=spec.settings.stage,
+            stage_spec=spec.settings.stage_spec,
+            threads=spec.settings.writer_threads,
+            limit_bytes=spec.settings.staging_bytes,
             witnessed=spec.witnessed,
             on_receipt=self._pay,
         )
         self._prefixes = None
-        if spec.reuse_bytes:
+        if spec.settings.reuse_bytes:
             self._prefixes = PrefixRows(
                 block=spec.block,
                 num_depths=spec.num_depths,
                 hidden_size=spec.hidden_size,
                 dtype=spec.torch_dtype,
-                limit_bytes=spec.reuse_bytes,
+                limit_bytes=spec.settings.reuse_bytes,
                 holds_states=spec.keeps_any,
             )
         self.assembler = Assembler(

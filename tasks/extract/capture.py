@@ -8,12 +8,12 @@ through ``collective_rpc``; arguments and results are plain values.
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tasks.extract.assembly import Assembly, AssemblySpec, Wanted
+from tasks.extract.assembly import Assembly, AssemblySpec, CaptureSettings, Wanted
 from tasks.extract.assembly_process import AssemblyProcess
 from tasks.extract.logs import forward_own
 from tasks.extract.step import MisshapenStep, SeamError, Span, Step, check_step, read_step, sample_key
@@ -45,30 +45,6 @@ def serve_owner() -> None:
 
         Process(owner).when_gone(end)
     forward_own()
-
-
-@dataclass(frozen=True)
-class CaptureSettings:
-    """What a rank's capture needs to know beside the engine's own configuration; plain values."""
-
-    stage: str
-    """The function that stages a sample, as ``package.module:function``."""
-    stage_spec: dict[str, Any]
-    """What it needs to know of the store."""
-    receipts: str
-    """Address of :class:`tasks.extract.receipts.Inbox`."""
-    writer_threads: int
-    """Of this rank."""
-    staging_bytes: int
-    """Bound on this rank's host memory for captured samples."""
-    ring_slots: int
-    """Buffers between the device and the process that writes."""
-    deal: bool
-    """Whether samples are dealt over the ranks to be written, or all written by the first."""
-    writer_process: bool | None
-    """Whether samples are assembled and written in a process of their own; on a GPU always."""
-    reuse_bytes: int
-    """Bound on this rank's host memory for rows of shared prefixes; 0 if none are reused."""
 
 
 class CaptureMixin:
@@ -145,7 +121,7 @@ class CaptureMixin:
 
     def _expect(self, wanted: list[Wanted]) -> None:
         self._assembly.expect(wanted)
-        if self._spec.reuse_bytes:
+        if self._spec.settings.reuse_bytes:
             self._held_tokens.update({w.key: w.num_blocks * self._spec.block for w in wanted})
 
     def _wants(self, span: Span) -> bool:
@@ -170,15 +146,9 @@ class CaptureMixin:
             num_depths=len(self._depths),
             hidden_size=self.model_config.get_hidden_size(),
             dtype=str(self.model_config.dtype).removeprefix("torch."),  # type: ignore[arg-type]
-            receipts=asked.receipts,
-            deal=asked.deal,
-            stage=asked.stage,
-            stage_spec=asked.stage_spec,
-            writer_threads=asked.writer_threads,
-            staging_bytes=asked.staging_bytes,
             witnessed=self._witness is not None,
             block=self._kv_block(),
-            reuse_bytes=asked.reuse_bytes,
+            settings=asked,
         )
         self._spec = spec
         self._held_tokens: dict[str, int] = {}

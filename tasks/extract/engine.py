@@ -22,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tasks.digest import differing_rows
-from tasks.extract.capture import OWNER_VARIABLE, CaptureSettings
+from tasks.extract.assembly import CaptureSettings
+from tasks.extract.capture import OWNER_VARIABLE
 from tasks.extract.checks import StartupError, check_gpus, vllm_version
 from tasks.extract.config import Engine
 from tasks.extract.devices import Devices, engine_devices

@@ -18,6 +18,7 @@ from tasks import digest
 from tasks.handoff.errors import HandoffError, UnreadableSample
 from tasks.handoff.example import Example
 from tasks.handoff.formats import Format, Found
+from tasks.layers import Layers
 from tasks.model import Checkpoint
 from tasks.profile import profile_of
 from tasks.store import FinalNorm, SourceRecord, StagedSample, Store
@@ -106,17 +107,8 @@ def identity_of(
         raise HandoffError("no file holds bfloat16 or float32 states that can be read, so there is nothing to import")
     dtype, normed = max(dict.fromkeys(kinds), key=kinds.count)
     numerics = {IMPORTED_FROM: of.name} | ({LAST_IS_NORMED: True} if normed else {})
-    return Identity(
-        model=checkpoint.fingerprint,
-        architecture=checkpoint.architecture,
-        num_layers=checkpoint.num_layers,
-        hidden_size=checkpoint.hidden_size,
-        depths=depths,
-        convention="input",
-        layer_ids=depths,
-        dtype="bfloat16" if dtype == "bfloat16" else "float32",
-        numerics=numerics,
-    )
+    layers = Layers(ids=depths, convention="input")
+    return checkpoint.identity(layers, "bfloat16" if dtype == "bfloat16" else "float32", numerics=numerics)
 
 
 def _readable(of: Format, files: Iterable[Found]) -> Iterator[Example]:

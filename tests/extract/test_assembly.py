@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tasks.extract.assembly import Assembly, AssemblySpec, Wanted
+from tasks.extract.assembly import Assembly, AssemblySpec, CaptureSettings, Wanted
 from tasks.extract.assembly_process import AssemblyDied, AssemblyProcess
 from tasks.extract.receipts import Inbox, Outbox, ReceiptsLost
 from tasks.extract.step import Span, Step
@@ -35,23 +35,28 @@ def inbox() -> Iterator[Inbox]:
     box.close()
 
 
-def spec(inbox: Inbox) -> AssemblySpec:
+def spec(inbox: Inbox, stage: str = STAGE) -> AssemblySpec:
     state_spec = StateSpec(num_depths=L, hidden_size=H, dtype="float32")
+    settings = CaptureSettings(
+        stage=stage,
+        stage_spec=state_spec.to_dict(),
+        receipts=inbox.address,
+        writer_threads=2,
+        staging_bytes=1 << 20,
+        ring_slots=2,
+        deal=False,
+        writer_process=None,
+        reuse_bytes=0,
+    )
     return AssemblySpec(
         rank=0,
         world_size=1,
         num_depths=L,
         hidden_size=H,
         dtype="float32",
-        receipts=inbox.address,
-        deal=False,
-        stage=STAGE,
-        stage_spec=state_spec.to_dict(),
-        writer_threads=2,
-        staging_bytes=1 << 20,
         witnessed=False,
         block=16,
-        reuse_bytes=0,
+        settings=settings,
     )
 
 
@@ -138,7 +143,7 @@ def test_a_process_that_fails_says_why(inbox: Inbox) -> None:
 
 def test_a_process_that_cannot_begin_does_not_keep_the_engine_waiting(inbox: Inbox) -> None:
     with pytest.raises(AssemblyDied, match="before it began"):
-        AssemblyProcess(replace(spec(inbox), stage="tasks.nowhere:stage"), slots=2, max_rows=8)
+        AssemblyProcess(spec(inbox, stage="tasks.nowhere:stage"), slots=2, max_rows=8)
 
 
 def test_settled_samples_are_taken_with_what_there_is(inbox: Inbox, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tasks.store.stage import STAGE
 from tasks.verify.config import Audit
 from tasks.verify.judge import Case, judge
 from tasks.verify.reference import residual_states
-from tasks.vocabulary import Identity, PlannedSample, Receipt, digest_ids
+from tasks.vocabulary import PlannedSample, Receipt, digest_ids
 from tests.checkpoints import checkpoint_path
 
 TOLERANCE = 1e-4
@@ -65,16 +65,7 @@ def capture(name: str, size: int, directory: Path) -> Captured:
         writer_threads=1,
     )
     check(checkpoint, depths, "float32", engine)
-    identity = Identity(
-        checkpoint.fingerprint,
-        checkpoint.architecture,
-        checkpoint.num_layers,
-        checkpoint.hidden_size,
-        depths.depths,
-        "input",
-        depths.depths,
-        "float32",
-    )
+    identity = checkpoint.identity(depths, "float32")
     random = np.random.default_rng(0)
     ids = [random.integers(0, checkpoint.vocab_size - 64, size=n, dtype=np.int32) for n in LENGTHS]
     samples = {identity.key(i): i for i in ids}

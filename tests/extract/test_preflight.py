@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tasks.extract.assembly import AssemblySpec
+from tasks.extract.assembly import AssemblySpec, CaptureSettings
 from tasks.extract.assembly_process import slot_bytes
 from tasks.extract.checks import StartupError
 from tasks.extract.config import Engine
@@ -206,7 +206,7 @@ def test_a_checkpoint_without_safetensors_counts_by_its_files(tmp_path: Path) ->
 
 
 def test_the_ring_is_counted_as_it_is_made() -> None:
-    spec = AssemblySpec(0, 8, 4, 7168, "bfloat16", "", True, "", {}, 1, 1, True, 16, 0)
+    spec = AssemblySpec(0, 8, 4, 7168, "bfloat16", True, 16, CaptureSettings("", {}, "", 1, 1, 3, True, None, 0))
     counted = 16_384 * state_bytes(KIMI, DEPTHS, "bfloat16")
     assert counted <= slot_bytes(spec, 16_384) <= 1.01 * counted
 

@@ -17,6 +17,7 @@ import torch
 
 from tasks.extract.config import Engine
 from tasks.extract.engine import CaptureEngine, EngineSpec, Job
+from tasks.layers import Layers
 from tasks.model import Checkpoint, read
 from tasks.plan.prefixes import arrange
 from tasks.verify.config import Audit
@@ -115,16 +116,7 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         reuse_gib=0.0008 if size == 1 else 0.25,
         extra={"block_size": KV_BLOCK} | (small if size == 1 else {}),
     )
-    identity = Identity(
-        checkpoint.fingerprint,
-        checkpoint.architecture,
-        checkpoint.num_layers,
-        checkpoint.hidden_size,
-        DEPTHS,
-        "input",
-        DEPTHS,
-        "float32",
-    )
+    identity = checkpoint.identity(Layers(ids=DEPTHS, convention="input"), "float32")
     spec = EngineSpec(checkpoint, DEPTHS, "float32", engine, STAGE, {}, reuse=True)
     started = CountingEngine(spec)
     started.start()

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoTokenizer
 
 from infra.assets.chats import demo_chats
+from tasks.layers import Layers
 from tasks.model import Checkpoint, final_norm, read
 from tasks.store import FinalNorm, SourceRecord, Store
 from tasks.verify.reference import residual_states
@@ -85,16 +86,7 @@ class Real:
 def real(tmp_path_factory: pytest.TempPathFactory) -> Real:
     path = checkpoint_path("smollm2")
     checkpoint, depths = read(path), (*AUX, LAST)
-    of = Identity(
-        checkpoint.fingerprint,
-        checkpoint.architecture,
-        checkpoint.num_layers,
-        checkpoint.hidden_size,
-        depths,
-        "input",
-        depths,
-        "float32",
-    )
+    of = checkpoint.identity(Layers(ids=depths, convention="input"), "float32")
     tokenizer = AutoTokenizer.from_pretrained(path)
     made = []
     with demo_chats().open(encoding="utf-8") as chats:

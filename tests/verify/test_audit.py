@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from flows.cli import app
 from infra.assets.chats import demo_chats
 from tasks.digest import row_digests, sample_digest
+from tasks.layers import Layers
 from tasks.model import Checkpoint, read
 from tasks.report.audit_page import lines, page, rows, terminal
 from tasks.store import SourceRecord, StagedSample, Store
@@ -81,16 +82,7 @@ def extracted() -> Extracted:
     """The demo's chats through the demo's model, by Hugging Face's forward."""
     path = checkpoint_path("smollm2")
     checkpoint = read(path)
-    identity = Identity(
-        checkpoint.fingerprint,
-        checkpoint.architecture,
-        checkpoint.num_layers,
-        checkpoint.hidden_size,
-        DEPTHS,
-        "input",
-        DEPTHS,
-        "float32",
-    )
+    identity = checkpoint.identity(Layers(ids=DEPTHS, convention="input"), "float32")
     tokenizer, head = AutoTokenizer.from_pretrained(path), Head(checkpoint)
     samples = []
     with demo_chats().open(encoding="utf-8") as chats:
