@@ -19,7 +19,6 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import TypeAdapter
 
 from tasks.layers import Convention
 
@@ -212,9 +211,6 @@ class Receipt:
         """Key of another sample -> rows that were computed for it."""
         return dict(self.reused)
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     def without_values(self) -> "Receipt":
         """The receipt without what only the verification needs; a run keeps the receipts of all its samples."""
         return replace(self, last_row=None, profile=None, evidence=None)
@@ -223,15 +219,6 @@ class Receipt:
         """The part that is kept of a refused sample: figures and digests, no values, in what JSON can hold."""
         bulky = ("objects", "last_row", "profile", "evidence")
         return {k: v for k, v in asdict(self).items() if k not in bulky and v is not None}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Receipt":
-        """Rebuild a receipt from what arrived through a message queue, where tuples became lists.
-
-        Raises:
-            pydantic.ValidationError: a field is missing or of another type.
-        """
-        return TypeAdapter(cls).validate_python(dict(values))
 
 
 Outcome = Literal["proved", "near tie", "failed"]

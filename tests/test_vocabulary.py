@@ -2,13 +2,12 @@
 
 from dataclasses import replace
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.vocabulary import Identity, Receipt
+from tasks.vocabulary import Identity
 
 IDENTITY = Identity(
     model="files:abc",
@@ -45,21 +44,3 @@ def test_how_the_layers_were_counted_does_not_change_the_key() -> None:
 @given(st.lists(st.integers(0, 2**31 - 1), min_size=1), st.lists(st.integers(0, 2**31 - 1), min_size=1))
 def test_keys_are_equal_exactly_for_equal_ids(a: list[int], b: list[int]) -> None:
     assert (IDENTITY.key(a) == IDENTITY.key(np.asarray(b))) == (a == b)
-
-
-def test_a_receipt_survives_the_message_queue() -> None:
-    receipt = Receipt(
-        key="k",
-        rank=1,
-        world_size=2,
-        shape=(2, 3, 4),
-        dtype="float32",
-        ids_digest="d",
-        digests=("a", "b"),
-        rms=(1.0, 2.0),
-        nonfinite=(0, 0),
-        zero_rows=(0, 0),
-        objects={"c/0": (10, 7)},
-    )
-    arrived = msgspec.msgpack.decode(msgspec.msgpack.encode(receipt.to_dict()))
-    assert Receipt.from_dict(arrived) == receipt

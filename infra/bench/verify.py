@@ -10,6 +10,7 @@ would hide the difference. The turn with verification ends when the last sample 
 import argparse
 import json
 import os
+import pickle
 import platform
 import tempfile
 import time
@@ -100,7 +101,7 @@ def main() -> None:
                     judged.append(time.perf_counter() - computed)
                     spent = max(running.rpc("bench_verify_seconds")) + judged[-1]
                     shares.append(spent / (time.perf_counter() - began))
-                    receipt_bytes = max(len(str(r.to_dict())) for of_key in receipts.values() for r in of_key)
+                    receipt_bytes = max(len(pickle.dumps(r)) for of_key in receipts.values() for r in of_key)
                 seconds[verified] = time.perf_counter() - began
             tokens = sum(map(len, batch))
             print(
@@ -120,7 +121,7 @@ def main() -> None:
         # Of one turn's own time, so that a busy machine does not matter; on a GPU the kernels run beside.
         "share_of_time": round(float(np.median(shares)), 4),
         "judge_s_per_turn": round(float(np.median(judged)), 4),
-        "largest_receipt_as_text_bytes": receipt_bytes,
+        "largest_receipt_bytes": receipt_bytes,
         "refused": refused[:5],
     }
     print("RESULT " + json.dumps(result), flush=True)

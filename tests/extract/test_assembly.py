@@ -176,3 +176,32 @@ def test_a_receipt_that_never_comes_is_not_waited_for_once_settled() -> None:
     first.close()
     second.close()
     inbox.close()
+
+
+def test_a_receipt_arrives_as_it_was_sent() -> None:
+    receipt = Receipt(
+        key="k",
+        rank=1,
+        world_size=2,
+        shape=(2, 3, 4),
+        dtype="float32",
+        ids_digest="d",
+        digests=("a", "b"),
+        rms=(1.0, 2.0),
+        nonfinite=(0, 0),
+        zero_rows=(0, 0),
+        objects={"c/0": (10, 7)},
+    )
+    digests_TL = np.arange(6, dtype=np.int64).reshape(3, 2)
+    inbox = Inbox(2)
+    outboxes = [Outbox(inbox.address, rank) for rank in (1, 0)]
+    inbox.accept()
+    for rank, outbox in zip((1, 0), outboxes, strict=True):
+        outbox.receipt(replace(receipt, rank=rank), digests_TL)
+    found: Any = eventually(lambda: inbox.take(["k"]))
+    assert found == {"k": [(replace(receipt, rank=rank), digests_TL.tobytes()) for rank in (0, 1)]}, "by rank"
+    assert inbox.take(["k"]) is None, "what was taken is forgotten"
+    inbox.expect_end()
+    for outbox in outboxes:
+        outbox.close()
+    inbox.close()
