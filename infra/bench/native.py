@@ -89,6 +89,10 @@ class NativeEngine:
                 fcntl.flock(lock, fcntl.LOCK_SH)
         return time.perf_counter() - began
 
+    def reset(self) -> None:
+        """Forget all prefixes, with no request under way."""
+        assert self._engine.reset_prefix_cache()
+
     def shutdown(self) -> None:
         self._engine.engine_core.shutdown()
 

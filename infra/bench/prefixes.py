@@ -1,13 +1,14 @@
 """Extraction with prefixes reused, beside extraction without and vLLM's own method with prefix caching, in one run.
 
     python -m infra.bench.prefixes                                  # SmolLM2 and a few tool-use conversations on a CPU
-    python -m infra.bench.prefixes --model none --size 2 --conversations 1500 --first 0 --longest 0   # on GPUs
-    python -m infra.bench.prefixes --unshared --skip-native         # prompts that share nothing
+    python -m infra.bench.prefixes --model none --size 2 --conversations 1500 --first 0 --longest 0 --unshared 200 \
+        --store /dev/shm                        # on GPUs
 
-The conversations are BFCL's, tool schemas in the prompt, in SmolLM2's tokens. Each round starts the engines anew and
-runs the ways in turn, in another order each time; extraction is all of it, to the last durable sample. Made-up weights
-(``--model none``: Kimi-shaped) give states that the verification refuses, so their samples are staged and not
-committed; bytes are counted in either place. Prints one JSON object.
+The conversations are BFCL's, tool schemas in the prompt, in SmolLM2's tokens. Extraction with reuse and without runs in
+one engine, in turn, in another order each time; it is all of it, to the last durable sample. vLLM's own method then
+runs in an engine of its own. Each begins with an empty prefix cache. Made-up weights (``--model none``: Kimi-shaped)
+may give states that the verification refuses; such samples are staged and not committed, and bytes are counted in
+either place. Prints one JSON object.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from infra.assets.chats import chats
 from infra.assets.smollm2 import smollm2
 from infra.bench.extract import BenchEngine, Extractor, kimi_shaped, prompts
 from infra.bench.native import NativeEngine
+from tasks.extract import engine as engine_module
 from tasks.extract.config import Engine
 from tasks.extract.engine import EngineSpec, Job
 from tasks.layers import Layers
@@ -38,7 +40,7 @@ from tasks.plan.chunks import split
 from tasks.plan.prefixes import arrange, known_share
 from tasks.store import Store
 from tasks.store.stage import STAGE
-from tasks.vocabulary import Chunk, DType, PlannedSample
+from tasks.vocabulary import Chunk, DType, Identity, PlannedSample
 
 FIRST = 1500
 """Conversations of the data set to take from."""
@@ -82,6 +84,9 @@ class AloneJob(Job):
 class PrefixExtractor(Extractor):
     """Extracts planned chunks, with prefixes reused or not."""
 
+    reused = 0
+    """Rows."""
+
     def extract(self, chunks: list[Chunk], samples: Samples, reuse: bool) -> float:
         """Returns the seconds until the last sample is durable."""
         began = time.perf_counter()
@@ -95,8 +100,6 @@ class PrefixExtractor(Extractor):
             self._finish(dict(ids), receipts)
             self.reused += sum(rows for of_key in receipts.result().values() for _, rows in of_key[0].reused)
         return time.perf_counter() - began
-
-    reused = 0
 
 
 def plan(samples: Samples, chunk_tokens: int, reuse: bool) -> list[Chunk]:
@@ -128,7 +131,9 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=10)
     parser.add_argument("--first", type=int, default=552, help="of those that are short enough")
     parser.add_argument("--longest", type=int, default=3000, help="most tokens of one; 0: what max-model-len allows")
-    parser.add_argument("--unshared", action="store_true", help="random prompts of the same number instead")
+    parser.add_argument(
+        "--unshared", type=int, default=0, help="so many random prompts afterwards, in rounds of theirs"
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"])
     parser.add_argument("--batched-tokens", type=int)
@@ -139,7 +144,7 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=0.85, help="share of the GPU's memory")
     parser.add_argument("--reuse-gib", type=float, default=8)
     parser.add_argument("--writer-threads", type=int)
-    parser.add_argument("--writing-ranks", choices=["first", "all"], default="first")
+    parser.add_argument("--writing-ranks", choices=["auto", "first", "all"], default="auto")
     parser.add_argument("--staging-gib", type=float)
     parser.add_argument("--store", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--skip-native", action="store_true")
@@ -173,76 +178,101 @@ def main() -> None:
         reuse_gib=args.reuse_gib,
         extra={"block_size": block} if block else {},
     )
+    worker = "infra.bench.bench_worker." + ("Gpu" if on_gpu else "Cpu")
+    engine_module.WORKERS.update(cpu=worker, gpu=worker)
     identity = checkpoint.identity(layers, dtype)
-    if args.unshared:
-        tokens = prompts(args.conversations, longest // 2, longest, checkpoint.vocab_size, 1)
-    else:
-        tokens = conversations(args.conversations, args.first, longest)
+    tokens = conversations(args.conversations, args.first, longest)
     samples = {identity.key(ids_T): ids_T for ids_T in tokens}
-    count = sum(map(len, samples.values()))
     arranged = plan(samples, args.chunk_tokens, True)
     in_order = {sample.key: samples[sample.key] for chunk in arranged for sample in chunk.samples}
+    random = prompts(args.unshared, min(512, longest // 2), min(4096, longest), checkpoint.vocab_size, 1)
+    unshared = {identity.key(ids_T): ids_T for ids_T in random}
     result: dict[str, Any] = {
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
         "samples": len(samples),
-        "tokens": count,
+        "tokens": sum(map(len, samples.values())),
         "known_share": round(known_share(arranged), 3),
     }
     print(json.dumps(result), flush=True)
-    rates: dict[str, list[float]] = {"reuse on": [], "reuse off": [], "native": []}
     root = Path(tempfile.mkdtemp(prefix="layertap-prefixes-", dir=args.store))
-    ways = ["off", "on", "native"]
-    for turn in range(args.rounds):
-        order = ways if turn % 2 == 0 else ways[::-1]
-        if not args.skip_native and order[0] == "native":
-            rates["native"].append(_native(checkpoint, layers, dtype, engine, root / "native", in_order))
-        with (
-            Store.open(root / "off", identity, run="bench") as off,
-            Store.open(root / "on", identity, run="bench") as on,
-        ):
-            spec = EngineSpec(checkpoint, layers.depths, dtype, engine, STAGE, on.stage_spec(), reuse=True)
-            running = BenchEngine(spec)
-            running.start()
-            try:
-                _warm_up(running, root, checkpoint)
-                for way in order:
-                    if way == "native":
-                        continue
-                    # What one way has left in the KV cache, with no rows held, is not there for the next.
-                    assert running.vllm_engine.reset_prefix_cache()
-                    extractor = PrefixExtractor(running, args.size, args.chunk_tokens)
-                    extractor.store = on if way == "on" else off
-                    chunks = arranged if way == "on" else plan(samples, args.chunk_tokens, False)
-                    spent = time.process_time()
-                    seconds = extractor.extract(chunks, samples, way == "on")
-                    spent = time.process_time() - spent
-                    rates[f"reuse {way}"].append(count / seconds)
-                    result[f"{way}_refused"] = len(extractor.refused)
-                    if way == "on":
-                        result["reused_rows"] = extractor.reused
-                        result["computed_again"] = running.recomputed
-                    print(
-                        f"turn {turn}: {way} {count / seconds:.1f} tokens/s, {spent:.1f} s of processor time",
-                        flush=True,
-                    )
-                for way in ("off", "on"):
-                    apart, shared = state_bytes(root / way)
-                    result[f"{way}_bytes"] = {"files": apart, "on_disk": shared}
-                    print(f"turn {turn}: {way} {apart:,} bytes of files, {shared:,} on the disk", flush=True)
-            finally:
-                running.shutdown()
-            result["runner"], result["device"] = running.ranks[0]["model_runner"], running.ranks[0]["device"]
-        if not args.skip_native and order[-1] == "native":
-            rates["native"].append(_native(checkpoint, layers, dtype, engine, root / "native", in_order))
-        shutil.rmtree(root / "off")
-        shutil.rmtree(root / "on")
-    shutil.rmtree(root)
-    result["tokens_per_s"] = {way: [round(rate, 1) for rate in found] for way, found in rates.items()}
-    result["on_to_off"] = _ratio(rates["reuse on"], rates["reuse off"])
-    if not args.skip_native:
-        result["on_to_native"] = _ratio(rates["reuse on"], rates["native"])
-    result["disk"] = round(result["on_bytes"]["on_disk"] / result["on_bytes"]["files"], 3)
+    try:
+        with Store.open(root / "form", identity, run="bench") as form:
+            running = BenchEngine(EngineSpec(checkpoint, layers.depths, dtype, engine, STAGE, form.stage_spec(), True))
+        running.start()
+        try:
+            _warm_up(running, root, checkpoint)
+            ways = Ways(running, PrefixExtractor(running, args.size, args.chunk_tokens), identity, root)
+            for _ in range(args.rounds):
+                ways.turn(samples)
+            result |= {"runner": running.ranks[0]["model_runner"], "device": running.ranks[0]["device"]}
+            result |= ways.result() | {"computed_again": running.recomputed}
+            if unshared:
+                apart = Ways(running, ways.extractor, identity, root)
+                for _ in range(args.rounds):
+                    apart.turn(unshared)
+                result["unshared"] = apart.result()
+        finally:
+            running.shutdown()
+        if not args.skip_native:
+            native = _native(checkpoint, layers, dtype, engine, root / "native", in_order, args.rounds)
+            result["native_tokens_per_s"] = [round(rate, 1) for rate in native]
+            result["on_to_native"] = _ratio(ways.rates["on"], native)
+    finally:
+        shutil.rmtree(root)
     print("RESULT " + json.dumps(result), flush=True)
+
+
+class Ways:
+    """Extraction with reuse and without, in turn, in one engine; the way that begins takes turns, too."""
+
+    def __init__(self, running: BenchEngine, extractor: "PrefixExtractor", identity: Identity, root: Path) -> None:
+        self.running, self.extractor, self.identity, self.root = running, extractor, identity, root
+        self.rates: dict[str, list[float]] = {"off": [], "on": []}
+        """Tokens/s of samples, by turn."""
+        self.bytes: dict[str, tuple[int, int]] = {}
+        """Bytes of a turn's files, and what they take on the disk."""
+        self.refused: dict[str, int] = {"off": 0, "on": 0}
+        self.reused: list[int] = []
+        """Rows."""
+
+    def turn(self, samples: Samples) -> None:
+        for way in ("off", "on") if len(self.rates["on"]) % 2 == 0 else ("on", "off"):
+            self._run(way, samples)
+
+    def _run(self, way: str, samples: Samples) -> None:
+        extractor, path = self.extractor, self.root / way
+        # What one way has left in the KV cache, with no rows held, is not there for the next.
+        assert self.running.vllm_engine.reset_prefix_cache()
+        extractor.reused, extractor.refused = 0, []
+        with Store.open(path, self.identity, run="bench") as extractor.store:
+            self.running.reopen(stage_spec=extractor.store.stage_spec())
+            chunks = plan(samples, extractor.chunk_tokens, way == "on")
+            spent = time.process_time()
+            seconds = extractor.extract(chunks, samples, way == "on")
+            spent = time.process_time() - spent
+        self.rates[way].append(sum(map(len, samples.values())) / seconds)
+        self.bytes[way] = state_bytes(path)
+        self.refused[way] += len(extractor.refused)
+        if way == "on":
+            self.reused.append(extractor.reused)
+        print(
+            f"{way}: {self.rates[way][-1]:,.1f} tokens/s, {spent:.1f} s of processor time, bytes of files and on the "
+            f"disk {self.bytes[way]}, {extractor.reused} rows reused, {self.running.recomputed} computed again; "
+            f"{self.running.rpc('bench_report')}",
+            flush=True,
+        )
+        shutil.rmtree(path)
+
+    def result(self) -> dict[str, Any]:
+        files, on_disk = self.bytes["on"]
+        return {
+            "tokens_per_s": {way: [round(rate, 1) for rate in rates] for way, rates in self.rates.items()},
+            "on_to_off": _ratio(self.rates["on"], self.rates["off"]),
+            "reused_rows": self.reused,
+            "refused": self.refused,
+            "bytes": {way: {"files": files, "on_disk": on_disk} for way, (files, on_disk) in self.bytes.items()},
+            "disk": round(on_disk / files, 3),
+        }
 
 
 def _checkpoint(model: str, layers: int, experts: int) -> Checkpoint:
@@ -265,19 +295,31 @@ def _warm_up(engine: BenchEngine, root: Path, checkpoint: Checkpoint) -> None:
 
 
 def _native(
-    checkpoint: Checkpoint, layers: Layers, dtype: DType, engine: Engine, directory: Path, samples: Samples
-) -> float:
+    checkpoint: Checkpoint,
+    layers: Layers,
+    dtype: DType,
+    engine: Engine,
+    directory: Path,
+    samples: Samples,
+    rounds: int,
+) -> list[float]:
     """Tokens/s of vLLM's own method, given the samples in the order that suits its prefix cache, too."""
     running = NativeEngine(checkpoint, layers.depths, dtype, engine, directory)
+    rates = []
     try:
         batch = prompts(8, 64, 128, checkpoint.vocab_size, 0)
         running.run({f"warm-up-{i}": ids for i, ids in enumerate(batch)})
-        rate = sum(map(len, samples.values())) / running.run(samples)
+        for turn in range(rounds):
+            running.reset()
+            seconds = running.run({f"{key}-{turn}": ids for key, ids in samples.items()})
+            rates.append(sum(map(len, samples.values())) / seconds)
+            print(f"native {rates[-1]:,.1f} tokens/s", flush=True)
+            shutil.rmtree(directory)
+            directory.mkdir()
     finally:
         running.shutdown()
         shutil.rmtree(directory, ignore_errors=True)
-    print(f"native {rate:.1f} tokens/s", flush=True)
-    return rate
+    return rates
 
 
 if __name__ == "__main__":

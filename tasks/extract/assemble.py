@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from tasks import digest
+from tasks.extract.copies import Copies
 from tasks.extract.prefix_rows import PrefixRows, Reused
 from tasks.extract.witness import unlike_rows
 
@@ -142,6 +143,7 @@ class Assembler:
     """Takes a sample whose last rows came and of which earlier ones are no longer held."""
     prefixes: PrefixRows | None = None
     """Holds rows for other samples; None where the engine computes every row."""
+    copies: Copies = field(default_factory=Copies)
     _samples: dict[str, Sample] = field(default_factory=dict)
     _expected: dict[str, _Expected] = field(default_factory=dict)
     _unsettled: dict[str, Sample] = field(default_factory=dict)
@@ -206,9 +208,9 @@ class Assembler:
             sample.whole_from = min(sample.whole_from, start)
         if sample.states_LTH is not None:
             first = (state_rows or rows).start
-            kept = min(stop, sample.states_LTH.shape[1]) - start
-            for depth, rows_NH in enumerate(states if kept > 0 else ()):
-                sample.states_LTH[depth, start : start + kept] = rows_NH[first : first + kept]
+            kept = max(0, min(stop, sample.states_LTH.shape[1]) - start)
+            here_LTH = sample.states_LTH[:, start : start + kept]
+            self.copies.run([(to, rows[first : first + kept]) for to, rows in zip(here_LTH, states, strict=True)])
         place = slice(start, stop)
         rows = slice(rows.start, rows.start + num_rows)
         sample.digests_TL[place] = summary.digests_NL[rows].numpy()
@@ -233,7 +235,7 @@ class Assembler:
             assert self.prefixes is not None
             missing = []
             for first, last in sample.gaps:
-                found = self.prefixes.fill(sample, sample.prefix, first, last)
+                found = self.prefixes.fill(sample, sample.prefix, first, last, states=self.keeps(sample.key))
                 if found is None:
                     missing.append((first, last))
                 else:
@@ -249,8 +251,8 @@ class Assembler:
         """Hold the blocks of a sample's prefix that its new rows [start, stop) complete."""
         size = prefixes.block
         first = max(start // size, -(-sample.whole_from // size))
-        for block in range(first, min(stop // size, len(sample.prefix))):
-            prefixes.hold(sample.prefix[block], sample, block * size)
+        last = min(stop // size, len(sample.prefix))
+        prefixes.hold(sample.prefix[first:last], sample, first * size)
 
     def _finish(self, sample: Sample) -> None:
         del self._samples[sample.key], self._expected[sample.key]

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from tasks.extract.assemble import Assembler, RowSummary, Sample
+from tasks.extract.copies import Copies
 from tasks.extract.prefix_rows import PrefixRows
 from tasks.extract.receipts import Outbox
 from tasks.extract.step import Span
@@ -117,6 +118,8 @@ class Assembly:
             witnessed=spec.witnessed,
             on_receipt=self._pay,
         )
+        # A fourth of as many copy as encode: they are idle most of the time.
+        self._copies = Copies(max(1, spec.settings.writer_threads // 4))
         self._prefixes = None
         if spec.settings.reuse_bytes:
             self._prefixes = PrefixRows(
@@ -126,6 +129,7 @@ class Assembly:
                 dtype=spec.torch_dtype,
                 limit_bytes=spec.settings.reuse_bytes,
                 holds_states=spec.keeps_any,
+                copies=self._copies,
             )
         self.assembler = Assembler(
             num_depths=spec.num_depths,
@@ -137,6 +141,7 @@ class Assembly:
             give_back=lambda buffer: self.writer.memory.give_back(buffer, written=False),
             on_lost=self.writer.abandon,
             prefixes=self._prefixes,
+            copies=self._copies,
         )
 
     def expect(self, wanted: Iterable[Wanted]) -> None:
@@ -201,6 +206,7 @@ class Assembly:
 
     def close(self) -> dict[str, float]:
         """Stop writing; what waits to be written is dropped. Returns the report."""
+        self._copies.close()
         self.writer.close()
         self.outbox.close()
         return self.report()

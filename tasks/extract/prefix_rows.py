@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tasks.extract.copies import Copies, Copy
+
 
 class Rows(Protocol):
     """A sample's rows, as :class:`tasks.extract.assemble.Sample` has them."""
@@ -54,6 +56,7 @@ class PrefixRows:
         dtype: torch.dtype,
         limit_bytes: int,
         holds_states: bool,
+        copies: Copies | None = None,
     ) -> None:
         """Make room; memory is taken up only as it is filled.
 
@@ -64,9 +67,11 @@ class PrefixRows:
             dtype: of the states.
             limit_bytes: bound on the blocks with their states, whether or not this rank holds those.
             holds_states: whether it does.
+            copies: copies states; in the caller's thread when absent.
         """
         self.block = block
         self.holds_states = holds_states
+        self._copies = copies or Copies()
         by_row: dict[str, tuple[tuple[int, ...], npt.DTypeLike]] = {
             "digests_TL": ((num_depths,), np.int64),
             "squares_TL": ((num_depths,), np.float64),
@@ -92,30 +97,35 @@ class PrefixRows:
     def __len__(self) -> int:
         return len(self._held)
 
-    def hold(self, name: bytes, sample: Rows, start: int) -> None:
-        """Copy a block of a sample's rows from ``start`` on; one that is held already stays as it is."""
-        if name in self._held:
-            self._held.move_to_end(name)
-            return
-        if not self.slots:
-            return
-        slot = self._free.pop() if self._free else self._held.popitem(last=False)[1].slot
-        rows = slice(start, start + self.block)
-        for array, kept in self._kept.items():
-            kept[slot] = getattr(sample, array)[rows]
-        if self.holds_states:
-            assert sample.states_LTH is not None
-            self._states_SLBH[slot] = sample.states_LTH[:, rows]
-        self._held[name] = _Held(slot, sample.key)
+    def hold(self, names: Sequence[bytes], sample: Rows, start: int) -> None:
+        """Copy blocks of a sample's rows, one after another from ``start`` on; those held already stay as they are."""
+        taken: dict[int, int] = {}  # slot -> first row; with room for few blocks, later ones take the place of earlier
+        for first, name in enumerate(names):
+            if name in self._held:
+                self._held.move_to_end(name)
+            elif self.slots:
+                slot = self._free.pop() if self._free else self._held.popitem(last=False)[1].slot
+                self._held[name] = _Held(slot, sample.key)
+                taken[slot] = start + first * self.block
+        for slot, first in taken.items():
+            for array, kept in self._kept.items():
+                kept[slot] = getattr(sample, array)[first : first + self.block]
+        if self.holds_states and taken:
+            states_LTH = sample.states_LTH
+            assert states_LTH is not None
+            self._copies.run([(self._states_SLBH[s], states_LTH[:, t : t + self.block]) for s, t in taken.items()])
 
-    def fill(self, sample: Rows, names: Sequence[bytes], start: int, stop: int) -> list[Reused] | None:
+    def fill(
+        self, sample: Rows, names: Sequence[bytes], start: int, stop: int, *, states: bool = True
+    ) -> list[Reused] | None:
         """Copy rows [start, stop) into a sample.
 
         Args:
-            sample: states are copied as far as it keeps them.
+            sample: to be filled.
             names: of the sample's blocks, from its beginning.
             start: first row.
             stop: behind the last row.
+            states: whether its states are to be filled, too.
 
         Returns:
             Where they are from; None if some are no longer held, and none is copied then.
@@ -124,18 +134,19 @@ class PrefixRows:
         if blocks.stop > len(names) or any(names[block] not in self._held for block in blocks):
             return None
         found: list[Reused] = []
+        copies: list[Copy] = []
         for block in blocks:
             slot, source = self._held[names[block]]
             first, last = max(start, block * self.block), min(stop, (block + 1) * self.block)
             inside = slice(first - block * self.block, last - block * self.block)
             for array, kept in self._kept.items():
                 getattr(sample, array)[first:last] = kept[slot][inside]
-            if self.holds_states and sample.states_LTH is not None:
-                kept_LTH = sample.states_LTH[:, first:last]
-                kept_LTH[:] = self._states_SLBH[slot, :, inside][:, : kept_LTH.shape[1]]
+            if states and self.holds_states and sample.states_LTH is not None:
+                copies.append((sample.states_LTH[:, first:last], self._states_SLBH[slot, :, inside]))
             if found and found[-1].source == source:
                 first = found.pop().start
             found.append(Reused(first, last, source))
+        self._copies.run(copies)
         return found
 
     def touch(self, names: Iterable[bytes]) -> None:
