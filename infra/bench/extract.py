@@ -408,6 +408,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--size", type=int, default=1, help="tensor parallel size")
     parser.add_argument("--seconds", type=float, default=20, help="of plain prefill in a round")
     parser.add_argument("--prompts", type=int, help="of a round; by --seconds when absent")
+    parser.add_argument("--warm-up", type=int, default=64, help="prompts before the first round, to fill buffers, too")
     parser.add_argument("--shortest", type=int, default=512)
     parser.add_argument("--longest", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=2, help="of plain prefill and extraction, in turn")
@@ -475,7 +476,7 @@ def main() -> None:
         result["start_s"] = round(time.perf_counter() - began, 1)
         try:
             rounds = Rounds(running, Extractor(running, args.size, args.chunk_tokens), identity, root)
-            few = args.prompts or 24
+            few = args.prompts or args.warm_up
             speed = rounds.warm_up(batch(few, 10_001), batch(few, 10_002))
             count = args.prompts or max(24, round(args.seconds * speed / ((args.shortest + args.longest) / 2)))
             print(f"warm: {speed:,.0f} tokens/s; {count} prompts a round", flush=True)

@@ -169,6 +169,7 @@ def run_all(args: argparse.Namespace, scale: Scale) -> int:
     def start(number: int, name: str, *more: str, devices: str, runner: str = "v1") -> tuple[str, int]:
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": devices, "HF_HUB_OFFLINE": "1"}
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1" if runner == "v2" else "0"
+        environment["LAYERTAP_NODE"] = f"checks-{os.getpid()}-{name}"  # small engines share a device
         with (directory / f"{name}.log").open("w") as log:
             ended = subprocess.run([*command, *more], stdout=log, stderr=subprocess.STDOUT, env=environment)
         print(f"{time.perf_counter() - began:6.1f} s  {name} ended with {ended.returncode}", flush=True)
