@@ -285,11 +285,17 @@ def _ratio(ours: list[float], theirs: list[float]) -> list[float]:
     return [round(a / b, 3) for a, b in zip(ours, theirs, strict=True)]
 
 
+def warm_up_prompts(checkpoint: Checkpoint) -> list[npt.NDArray[np.int32]]:
+    """Prompts enough for steps as large as those that count, for which a GPU's kernels are chosen and compiled."""
+    count, shortest, longest = (24, 512, 4096) if torch.cuda.is_available() else (8, 64, 128)
+    return prompts(count, shortest, longest, checkpoint.vocab_size, 0)
+
+
 def _warm_up(engine: BenchEngine, root: Path, checkpoint: Checkpoint) -> None:
     """The first steps of an engine are slow; their samples go nowhere."""
     directory = root / "warm-up"
     directory.mkdir(exist_ok=True)
-    batch = prompts(8, 64, 128, checkpoint.vocab_size, 0)
+    batch = warm_up_prompts(checkpoint)
     engine.submit(AloneJob(directory, {f"{i:064x}": ids for i, ids in enumerate(batch)})).result()
     shutil.rmtree(directory)
 
@@ -307,7 +313,7 @@ def _native(
     running = NativeEngine(checkpoint, layers.depths, dtype, engine, directory)
     rates = []
     try:
-        batch = prompts(8, 64, 128, checkpoint.vocab_size, 0)
+        batch = warm_up_prompts(checkpoint)
         running.run({f"warm-up-{i}": ids for i, ids in enumerate(batch)})
         for turn in range(rounds):
             running.reset()
