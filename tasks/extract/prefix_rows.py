@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from tasks.extract.copies import Copies, Copy
+from tasks.extract.memory import fresh_memory
 
 
 class Rows(Protocol):
@@ -87,7 +88,7 @@ class PrefixRows:
             name: np.empty((self.slots, block, *shape), kind) for name, (shape, kind) in by_row.items()
         }
         held = self.slots if holds_states else 0
-        self._states_SLBH = torch.empty(held, num_depths, block, hidden_size, dtype=dtype)
+        self._states_SLBH = fresh_memory(held, num_depths, block, hidden_size, dtype=dtype)
         self._held: OrderedDict[bytes, _Held] = OrderedDict()
         self._free = list(range(self.slots))
 
