@@ -92,9 +92,11 @@ def staged(key: str, ids: npt.NDArray[np.int32], receipt: Receipt) -> StagedSamp
 
 
 MODELS = ("llama", "qwen3", "deepseek", "kimi", "smollm2")
+# Not Llama on two ranks: it is split as Qwen3 is, and test_reuse.py compares its states there with Hugging Face's.
+RUNS = [*((name, 1) for name in MODELS), *((name, 2) for name in MODELS if name != "llama")]
 
 
-@pytest.fixture(scope="module", params=[(m, size) for size in (1, 2) for m in MODELS], ids=lambda p: f"{p[0]}-tp{p[1]}")
+@pytest.fixture(scope="module", params=RUNS, ids=lambda p: f"{p[0]}-tp{p[1]}")
 def captured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Captured:
     name, size = request.param
     return capture(name, size, tmp_path_factory.mktemp(f"{name}-{size}"))

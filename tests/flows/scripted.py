@@ -9,6 +9,7 @@ from tests.flows import killers
 __all__ = ["extract"]
 
 tasks.extract.task.STAGE = f"{killers.__name__}:stage"
+tasks.extract.task.extract_chunk.retry_delay_seconds = 1  # what comes of a retry is tested, not the wait before it
 _exit = tasks.extract.task.LazyEngine.__exit__
 
 

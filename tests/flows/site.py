@@ -15,7 +15,7 @@ from flows.config import Extraction
 from tests.flows import killers
 
 ROOT = Path(__file__).parent.parent.parent
-SECONDS = 400  # for whatever is waited for; machines are shared
+SECONDS = 900  # for whatever is waited for; machines are shared
 
 
 class Site:
