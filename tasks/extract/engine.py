@@ -44,6 +44,7 @@ ADMIT_STEPS = 4  # samples for this many engine steps are kept waiting inside th
 GO_ON_TOKENS = 16  # of the probe
 # How long vLLM may take to give the engine's thread back, from the end of the first of its processes.
 END_SECONDS, ABANDON_SECONDS = 60.0, 5.0  # in order; after one of them died
+LINGER_SECONDS = 1.0  # for which vLLM's processes may go on once there is nothing left for them to do, and are killed
 EVIDENCE_ROWS = 32  # rows of a sample whose values are compared where ranks disagree
 
 #: vLLM's workers with the capture, by platform.
@@ -370,7 +371,8 @@ class CaptureEngine:
             if self._dead is None:
                 self.waits = vllm_engine.collective_rpc("layertap_close")
         finally:
-            vllm_engine.engine_core.shutdown()
+            # All is written, or lost. Idle ranks do not hear that they are to end; vLLM alone would give them 5 s.
+            vllm_engine.engine_core.shutdown(timeout=LINGER_SECONDS)
             if self.spec.engine.in_process:
                 from vllm.distributed import cleanup_dist_env_and_memory
 

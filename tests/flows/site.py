@@ -108,7 +108,7 @@ class Site:
         while not (value := condition()):
             logs = sorted(self.directory.glob("deploy-*.log"))
             assert time.monotonic() < deadline, logs[-1].read_text()[-4000:]
-            time.sleep(0.1)
+            time.sleep(0.3)  # each look costs the server some of the time that the run needs
         return value
 
     def add_scripted(self) -> None:
