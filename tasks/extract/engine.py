@@ -371,7 +371,8 @@ class CaptureEngine:
             if self._dead is None:
                 self.waits = vllm_engine.collective_rpc("layertap_close")
         finally:
-            # All is written, or lost. Idle ranks do not hear that they are to end; vLLM alone would give them 5 s.
+            # All is written, or lost. What they would still do is take their interpreters apart, which costs each
+            # seconds of processor time; vLLM alone would give them 5 s.
             vllm_engine.engine_core.shutdown(timeout=LINGER_SECONDS)
             if self.spec.engine.in_process:
                 from vllm.distributed import cleanup_dist_env_and_memory
