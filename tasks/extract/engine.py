@@ -4,7 +4,9 @@ All calls into vLLM happen on one thread that lives as long as the engine; calle
 wait for their futures. While one job's last samples are still being written, the next job's are being computed.
 """
 
+import atexit
 import contextvars
+import gc
 import itertools
 import os
 import queue
@@ -332,6 +334,8 @@ class CaptureEngine:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
+        # These imports leave objects by the hundred thousand; at its end Python would look through them for seconds.
+        atexit.register(gc.freeze)
         try:
             vllm_engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         except (TypeError, ValueError) as error:
