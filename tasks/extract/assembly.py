@@ -118,8 +118,8 @@ class Assembly:
             witnessed=spec.witnessed,
             on_receipt=self._pay,
         )
-        # A fourth of as many copy as encode: they are idle most of the time.
-        self._copies = Copies(max(1, spec.settings.writer_threads // 4))
+        # The engine waits for copies, and for what is encoded not yet.
+        self._copies = Copies(max(1, min(8, spec.settings.writer_threads // 2)))
         self._prefixes = None
         if spec.settings.reuse_bytes:
             self._prefixes = PrefixRows(
