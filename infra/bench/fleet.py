@@ -4,8 +4,8 @@
     python -m infra.bench.fleet --namespaces     # as root: each node in a network namespace of its own
 
 A node is a Prefect worker with all its processes on one core, and an engine of its own. Both fill one store. The rate
-is that of the commits, from the first to the last, so that loading the engine, which all nodes do at once, is left out;
-the time of the whole run is printed beside it.
+is that of the commits while all nodes commit, so that loading the engine is left out; the time of the whole run is
+printed beside it. The server and the fleet's own run share the nodes' cores where there are no others.
 """
 
 import argparse
@@ -28,7 +28,9 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.config import Extraction
 from infra.bench.server import prefect_server
+from tasks.plan.shards import cut
 from tasks.store import open as open_store
+from tasks.vocabulary import PlannedSample
 from tests.checkpoints import checkpoint_path
 from tests.flows.nodes import deploy, pinned, workers
 
@@ -48,7 +50,7 @@ def write(directory: Path, model: str, samples: int, tokens: int) -> Extraction:
             "layers": {"ids": [0, 2, 4, 5], "convention": "output"},
             "dtype": "float32",
             "data": {"path": str(data), "processes": 1},
-            "chunk_tokens": 2 * tokens,
+            "chunk_tokens": 4 * tokens,
             "store": str(directory / "store"),
             "engine": {
                 "max_model_len": tokens + 1,
@@ -64,20 +66,23 @@ def write(directory: Path, model: str, samples: int, tokens: int) -> Extraction:
 
 
 def measure(wanted: Extraction, deployment: str, nodes: int, store: Path) -> tuple[float, float]:
-    """(tokens/s of the commits, seconds of the whole run) with so many nodes."""
+    """(tokens/s of the commits while all nodes commit, seconds of the whole run) with so many nodes."""
     from flows.fleet import extract_fleet
 
     began = time.perf_counter()
     state: Any = extract_fleet(wanted, deployment, nodes, store=str(store), return_state=True)
     seconds = time.perf_counter() - began
     assert state.is_completed(), state.result().lines()
-    by_time: dict[float, int] = {}
-    for item in open_store(store).listing():
-        committed = (store / "samples" / item.key[:2] / item.key / "zarr.json").stat().st_mtime
-        by_time[committed] = by_time.get(committed, 0) + item.num_tokens
-    moments = sorted(by_time)
-    # What the first commit brought was computed before it.
-    return sum(by_time[moment] for moment in moments[1:]) / (moments[-1] - moments[0]), seconds
+    reader = open_store(store)
+    shards = cut("bench", [PlannedSample(item.key, item.num_tokens, (0,)) for item in reader.listing()], nodes)
+    commits: list[list[tuple[float, int]]] = [[] for _ in shards]
+    for item in reader.listing():
+        moment = (store / "samples" / item.key[:2] / item.key / "zarr.json").stat().st_mtime
+        commits[next(i for i, shard in enumerate(shards) if item.key in shard)].append((moment, item.num_tokens))
+    # What a node's first commit brought was computed before it; when the first node is done, the others go on alone.
+    first = max(min(of_node)[0] for of_node in commits)
+    last = min(max(of_node)[0] for of_node in commits)
+    return sum(n for of_node in commits for moment, n in of_node if first < moment <= last) / (last - first), seconds
 
 
 @contextmanager
@@ -114,8 +119,8 @@ def no_namespaces(names: list[str]) -> Iterator[dict[str, list[str]]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", choices=["smollm2", "llama"])
-    parser.add_argument("--samples", type=int, default=48)
-    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--samples", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--namespaces", action="store_true")
     args = parser.parse_args()
@@ -134,7 +139,7 @@ def main() -> None:
         wanted = write(directory, args.model, args.samples, args.tokens)
         deployment = deploy("bench", "flows/extract.py:extract")
         nodes = {node: [*within[node], *pinned(core)] for node, core in zip(names, cores, strict=False)}
-        with workers(address, "bench", nodes, directory):
+        with workers(address, "bench", nodes, directory, PREFECT_WORKER_QUERY_SECONDS="10"):  # Prefect's own
             for number in range(args.rounds):
                 for count in rates:
                     rate, seconds = measure(wanted, deployment, count, directory / f"store-{number}-{count}")

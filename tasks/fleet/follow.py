@@ -66,7 +66,7 @@ def follow(
     attempts: int,
     silence_s: float,
     stop: threading.Event,
-    poll_s: float = 2.0,
+    poll_s: float = 5.0,
     clock: Callable[[], float] = monotonic,
 ) -> ShardEnd:
     """Issue a shard, and issue it again whenever its node dies.
