@@ -2,7 +2,9 @@
 
 import threading
 
-from tasks.extract.memory import HostMemory
+import torch
+
+from tasks.extract.memory import HostMemory, fresh_memory
 
 
 def test_a_buffer_is_used_again_for_a_sample_of_similar_length() -> None:
@@ -43,3 +45,11 @@ def test_spare_memory_stays_within_the_limit() -> None:
     for buffer in buffers:
         memory.give_back(buffer, written=False)
     assert sum(b.nbytes for b in memory._spare) <= 4000
+
+
+def test_fresh_memory_has_the_shape_and_type_that_were_asked_for() -> None:
+    for shape in ((3, 5), (700, 1030), (0, 4)):
+        memory = fresh_memory(*shape, dtype=torch.float32)
+        assert (tuple(memory.shape), memory.dtype) == (shape, torch.float32)
+        memory.fill_(1.5)
+        assert memory.sum() == 1.5 * memory.numel()
