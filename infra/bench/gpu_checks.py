@@ -6,8 +6,8 @@
 
 Each configuration is a process of its own. In one engine: states of every depth against Hugging Face in float32, where
 the same model in the engine's dtype says what rounding alone does, with prompts of one token and one far longer than a
-step; more prompts than the KV cache holds, so that some are preempted;
-then one worker is killed while it computes, what was committed is read again, and a new engine completes the rest.
+step; more prompts than the KV cache holds, so that some are preempted; then one worker is killed while it computes,
+what was committed is read again, and a new engine completes the rest.
 Every sample goes the whole way through capture, verification and commit. Prints one JSON line a check and a table, and
 ends with 0 only if every check holds.
 """

@@ -118,7 +118,7 @@ class Assembly:
             witnessed=spec.witnessed,
             on_receipt=self._pay,
         )
-        # The engine waits for copies, and for what is encoded not yet.
+        # Half as many as encode: the engine waits for copies, but not for encoding, as long as there is memory.
         self._copies = Copies(max(1, min(8, spec.settings.writer_threads // 2)))
         self._prefixes = None
         if spec.settings.reuse_bytes:

@@ -116,9 +116,7 @@ class PrefixRows:
             assert states_LTH is not None
             self._copies.run([(self._states_SLBH[s], states_LTH[:, t : t + self.block]) for s, t in taken.items()])
 
-    def fill(
-        self, sample: Rows, names: Sequence[bytes], start: int, stop: int, *, states: bool = True
-    ) -> list[Reused] | None:
+    def fill(self, sample: Rows, names: Sequence[bytes], start: int, stop: int, *, states: bool) -> list[Reused] | None:
         """Copy rows [start, stop) into a sample.
 
         Args:
