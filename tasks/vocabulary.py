@@ -15,7 +15,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -147,6 +147,35 @@ class StagingFailure(Exception):
         """``lasting``: whether it stays so until somebody does something (a full disk, a missing permission)."""
         super().__init__(message)
         self.lasting = lasting
+
+
+class ChunkGone(Exception):
+    """A chunk whose rows are only in a file that other samples have is not there to be linked to."""
+
+
+class SharedChunk(NamedTuple):
+    """A chunk of a staged sample that others may link to instead of encoding theirs."""
+
+    name: str
+    """By its content."""
+    start: int
+    """First token."""
+    stop: int
+    """Behind the last token."""
+    depths: int
+    """How many it has."""
+
+
+@dataclass
+class Sharing:
+    """What a sample that is being staged has in common with others."""
+
+    tokens: int = 0
+    """With which others may begin, too."""
+    linked: dict[str, SharedChunk] = field(default_factory=dict)
+    """Chunks by path that are in the store already. The sample comes without their rows."""
+    chunks: dict[str, SharedChunk] = field(default_factory=dict)
+    """Filled in by the stage: other chunks by path, to which others may link."""
 
 
 @dataclass(frozen=True)

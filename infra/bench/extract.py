@@ -456,7 +456,8 @@ def main() -> None:
     state_bytes = len(layers.depths) * checkpoint.hidden_size * (2 if args.dtype == "bfloat16" else 4)
     root = Path(tempfile.mkdtemp(prefix="layertap-bench-", dir=args.store))
     # The store may be in memory, to keep the disk out of the way; then both are of interest.
-    speeds = {str(place): round(disk_speed(place)) for place in dict.fromkeys((args.store, Path(tempfile.gettempdir())))}
+    places = dict.fromkeys((args.store, Path(tempfile.gettempdir())))
+    speeds = {str(place): round(disk_speed(place)) for place in places}
     result: dict[str, Any] = {
         "versions": environment()["versions"],
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",

@@ -18,6 +18,7 @@ import torch
 from tasks import digest
 from tasks.extract.copies import Copies
 from tasks.extract.prefix_rows import PrefixRows, Reused
+from tasks.extract.staged_rows import StagedRows
 from tasks.extract.witness import unlike_rows
 
 #: Poison: a row that is never written has NaN in its first columns, where it could hold plausible zeros or another
@@ -59,7 +60,8 @@ def summarize(
         unlike = torch.zeros_like(zero)
     else:
         unlike = torch.stack([unlike_rows(rows, seen) for rows, seen in zip(states, witness, strict=True)], 1)
-    return RowSummary(digests, squares, nonfinite, zero, unlike, input_ids.to(torch.int32))
+    # Copied: the runner writes the next step's ids in the same place, maybe before these have left the device.
+    return RowSummary(digests, squares, nonfinite, zero, unlike, input_ids.to(torch.int32, copy=True))
 
 
 def _examine(rows_NH: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -107,6 +109,8 @@ class Sample:
     """Rows [start, stop) that the engine has not computed for this sample."""
     reused: list[Reused] = field(default_factory=list)
     """Rows that were computed for other samples."""
+    staged: list[StagedRows] = field(default_factory=list)
+    """Of these, rows that are in staged files; ``states_LTH`` does not have them. In order."""
     whole_from: int = 0
     """Rows [whole_from, filled) came without a gap between them."""
     error: str | None = None
@@ -204,7 +208,8 @@ class Assembler:
         else:
             # What the abandoned attempt of a preempted request lacked, or had from others, is computed now.
             sample.gaps = [(first, min(last, start)) for first, last in sample.gaps if first < start]
-            sample.reused = [r._replace(stop=min(r.stop, start)) for r in sample.reused if r.start < start]
+            kept = _cut_staged(sample, start)
+            sample.reused = [r._replace(stop=min(r.stop, kept)) for r in sample.reused if r.start < kept]
             sample.whole_from = min(sample.whole_from, start)
         if sample.states_LTH is not None:
             first = (state_rows or rows).start
@@ -239,7 +244,8 @@ class Assembler:
                 if found is None:
                     missing.append((first, last))
                 else:
-                    sample.reused += found
+                    sample.reused += found.reused
+                    sample.staged += found.staged
             sample.gaps = missing
             if sample.complete and not missing:
                 self._finish(sample)
@@ -303,3 +309,18 @@ class Assembler:
         )
         self._samples[key] = sample
         return sample
+
+
+def _cut_staged(sample: Sample, start: int) -> int:
+    """Let go of staged rows of which some, from ``start`` on, are computed now; rows before them are a gap again.
+
+    Returns:
+        The first row that is not there; ``start`` if none is missing before it.
+    """
+    cut = next((rows.start for rows in sample.staged if rows.stop > start), start)
+    if cut >= start:
+        cut = start
+    else:
+        sample.gaps.append((cut, start))
+    sample.staged = [rows for rows in sample.staged if rows.stop <= cut]
+    return cut

@@ -107,17 +107,6 @@ class Assembly:
         """Samples that are complete and have no receipt yet."""
         self._settling: list[tuple[int, set[str]]] = []
         """Number of the question, and the samples among those to be settled that are owed a receipt."""
-        self.writer = Writer(
-            rank=spec.rank,
-            world_size=spec.world_size,
-            dtype=spec.dtype,
-            stage=spec.settings.stage,
-            stage_spec=spec.settings.stage_spec,
-            threads=spec.settings.writer_threads,
-            limit_bytes=spec.settings.staging_bytes,
-            witnessed=spec.witnessed,
-            on_receipt=self._pay,
-        )
         # Half as many as encode: the engine waits for copies, but not for encoding, as long as there is memory.
         self._copies = Copies(max(1, min(8, spec.settings.writer_threads // 2)))
         self._prefixes = None
@@ -131,6 +120,18 @@ class Assembly:
                 holds_states=spec.keeps_any,
                 copies=self._copies,
             )
+        self.writer = Writer(
+            rank=spec.rank,
+            world_size=spec.world_size,
+            dtype=spec.dtype,
+            stage=spec.settings.stage,
+            stage_spec=spec.settings.stage_spec,
+            threads=spec.settings.writer_threads,
+            limit_bytes=spec.settings.staging_bytes,
+            witnessed=spec.witnessed,
+            on_receipt=self._pay,
+            staged=None if self._prefixes is None else self._prefixes.staged,
+        )
         self.assembler = Assembler(
             num_depths=spec.num_depths,
             hidden_size=spec.hidden_size,

@@ -73,6 +73,7 @@ class CaptureMixin:
 
     def execute_model(self, scheduler_output: Any) -> Any:
         if self._open:
+            self._transfer.make_way()
             for request_id in scheduler_output.finished_req_ids:
                 self._held_tokens.pop(sample_key(request_id), None)
             if wanted := list(_wanted(scheduler_output)):

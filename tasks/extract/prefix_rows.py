@@ -17,6 +17,7 @@ import torch
 
 from tasks.extract.copies import Copies, Copy
 from tasks.extract.memory import fresh_memory
+from tasks.extract.staged_rows import StagedPrefixes, StagedRows, uncovered
 
 
 class Rows(Protocol):
@@ -38,6 +39,14 @@ class Reused(NamedTuple):
     start: int
     stop: int
     source: str
+
+
+class Filled(NamedTuple):
+    """What became of rows that were asked for."""
+
+    reused: list[Reused]
+    staged: list[StagedRows]
+    """Of these, rows whose states were not copied, since they are in staged files; in order."""
 
 
 class _Held(NamedTuple):
@@ -87,6 +96,8 @@ class PrefixRows:
         self._kept: dict[str, npt.NDArray[Any]] = {
             name: np.empty((self.slots, block, *shape), kind) for name, (shape, kind) in by_row.items()
         }
+        self.staged = StagedPrefixes(block, limit=self.slots)
+        """Told by whoever stages samples."""
         held = self.slots if holds_states else 0
         self._states_SLBH = fresh_memory(held, num_depths, block, hidden_size, dtype=dtype)
         self._held: OrderedDict[bytes, _Held] = OrderedDict()
@@ -116,8 +127,8 @@ class PrefixRows:
             assert states_LTH is not None
             self._copies.run([(self._states_SLBH[s], states_LTH[:, t : t + self.block]) for s, t in taken.items()])
 
-    def fill(self, sample: Rows, names: Sequence[bytes], start: int, stop: int, *, states: bool) -> list[Reused] | None:
-        """Copy rows [start, stop) into a sample.
+    def fill(self, sample: Rows, names: Sequence[bytes], start: int, stop: int, *, states: bool) -> Filled | None:
+        """Copy rows [start, stop) into a sample, but for states that are in staged files.
 
         Args:
             sample: to be filled.
@@ -133,20 +144,27 @@ class PrefixRows:
         if blocks.stop > len(names) or any(names[block] not in self._held for block in blocks):
             return None
         found: list[Reused] = []
-        copies: list[Copy] = []
         for block in blocks:
             slot, source = self._held[names[block]]
             first, last = max(start, block * self.block), min(stop, (block + 1) * self.block)
             inside = slice(first - block * self.block, last - block * self.block)
             for array, kept in self._kept.items():
                 getattr(sample, array)[first:last] = kept[slot][inside]
-            if states and self.holds_states and sample.states_LTH is not None:
-                copies.append((sample.states_LTH[:, first:last], self._states_SLBH[slot, :, inside]))
             if found and found[-1].source == source:
                 first = found.pop().start
             found.append(Reused(first, last, source))
-        self._copies.run(copies)
-        return found
+        staged: list[StagedRows] = []
+        if states and self.holds_states and sample.states_LTH is not None:
+            staged = self.staged.find(names, start, stop, sample.digests_TL)
+            copies: list[Copy] = []
+            for begin, end in uncovered(staged, start, stop):
+                for block in range(begin // self.block, -(-end // self.block)):
+                    at = block * self.block
+                    first, last = max(begin, at), min(end, at + self.block)
+                    here_LNH = self._states_SLBH[self._held[names[block]].slot, :, first - at : last - at]
+                    copies.append((sample.states_LTH[:, first:last], here_LNH))
+            self._copies.run(copies)
+        return Filled(found, staged)
 
     def touch(self, names: Iterable[bytes]) -> None:
         """Note that a prefix was used. Its end goes before its beginning, which more samples share."""
@@ -158,3 +176,4 @@ class PrefixRows:
         """Let go of everything."""
         self._free = list(range(self.slots))
         self._held.clear()
+        self.staged.clear()

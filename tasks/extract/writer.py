@@ -19,8 +19,9 @@ import torch
 from tasks import digest
 from tasks.extract.assemble import POISONED_COLUMNS, Sample
 from tasks.extract.memory import HostMemory
+from tasks.extract.staged_rows import StagedPrefixes, uncovered
 from tasks.profile import profile_of
-from tasks.vocabulary import DType, Receipt, StagingFailure, digest_ids
+from tasks.vocabulary import ChunkGone, DType, Receipt, Sharing, StagingFailure, digest_ids
 
 #: Stage one sample: (directory, key, what the stage needs to know of the store, states [L, T, H] as uint16 bits or
 #: float32, ids [T], threads for its chunks) -> {path: (bytes, crc32c)}
@@ -46,12 +47,15 @@ class Writer:
         limit_bytes: int,
         on_receipt: Callable[[Receipt, npt.NDArray[np.int64]], None],
         witnessed: bool = False,
+        staged: StagedPrefixes | None = None,
     ) -> None:
         self._witnessed = witnessed
         self._rank, self._world_size, self._dtype = rank, world_size, dtype
         self._stage: Stage = pkgutil.resolve_name(stage)
         self._stage_spec = stage_spec
         self._on_receipt = on_receipt
+        self._staged = staged
+        """Learns what samples need not bring again."""
         self.memory = HostMemory(limit_bytes)
         self.seconds = {"digest": 0.0, "stage": 0.0}
         """From beginning to end of each, added up over samples."""
@@ -89,13 +93,18 @@ class Writer:
             return self._receipt(sample)
         began = perf_counter()
         try:
-            arrived_TL = self._digests_on_arrival(states_LTH)
+            arrived_TL = self._digests_on_arrival(sample, states_LTH)
             digested = perf_counter()
             bits = states_LTH.view(torch.uint16) if states_LTH.dtype == torch.bfloat16 else states_LTH
-            spec = {**self._stage_spec, "shared": sample.shared}
+            sharing = Sharing(sample.shared)
+            for rows in sample.staged:
+                sharing.linked |= rows.chunks
+            spec = {**self._stage_spec, "sharing": sharing}
             objects = self._stage(sample.directory, sample.key, spec, bits.numpy(), sample.input_ids_T, self._chunks)
             self.seconds["digest"] += digested - began
             self.seconds["stage"] += perf_counter() - digested
+            if self._staged is not None:
+                self._staged.learn(sample.prefix, sharing.chunks, arrived_TL)
             changed_TL, unwritten_TL = _changes(sample, states_LTH, arrived_TL)
             return replace(
                 self._receipt(sample, objects=objects),
@@ -105,6 +114,10 @@ class Writer:
                 changed_rows=_counts(changed_TL),
                 unwritten_rows=_counts(unwritten_TL),
             )
+        except ChunkGone as error:
+            assert self._staged is not None
+            self._staged.clear()
+            return replace(self._receipt(sample, error=str(error)), rows_gone=True)
         except StagingFailure as error:
             return replace(
                 self._receipt(sample, error=str(error)), storage_failed="lasting" if error.lasting else "passing"
@@ -114,19 +127,25 @@ class Writer:
         finally:
             self.memory.give_back(buffer, written=True)
 
-    def _digests_on_arrival(self, states_LTH: torch.Tensor) -> npt.NDArray[np.int64]:
-        """Digests of each row as it stands in host memory, int64 [T, L]."""
+    def _digests_on_arrival(self, sample: Sample, states_LTH: torch.Tensor) -> npt.NDArray[np.int64]:
+        """Digests of each row as it stands in host memory, or stood there when it was staged; int64 [T, L]."""
         num_depths, num_tokens = states_LTH.shape[:2]
-        blocks = [(d, t) for d in range(num_depths) for t in range(0, num_tokens, _DIGEST_ROWS)]
         arrived_TL = np.empty((num_tokens, num_depths), np.int64)
+        for rows in sample.staged:
+            arrived_TL[rows.start : rows.stop] = rows.digests_TL
+        blocks = [
+            (depth, start, min(start + _DIGEST_ROWS, stop))
+            for first, stop in uncovered(sample.staged, 0, num_tokens)
+            for depth in range(num_depths)
+            for start in range(first, stop, _DIGEST_ROWS)
+        ]
 
-        def digest_block(block: tuple[int, int]) -> None:
-            depth, start = block
-            rows_NH = states_LTH[depth, start : start + _DIGEST_ROWS]
-            arrived_TL[start : start + len(rows_NH), depth] = digest.row_digests(rows_NH).numpy()
+        def digest_block(block: tuple[int, int, int]) -> None:
+            depth, start, stop = block
+            arrived_TL[start:stop, depth] = digest.row_digests(states_LTH[depth, start:stop]).numpy()
 
         # Handing blocks to other threads pays where there are several for each depth.
-        run = self._chunks.map if num_tokens > _DIGEST_ROWS else map
+        run = self._chunks.map if len(blocks) > num_depths else map
         for _ in run(digest_block, blocks):
             pass
         return arrived_TL

@@ -24,6 +24,7 @@ import numpy.typing as npt
 import xxhash
 
 from tasks.store.layout import CRC_BYTES
+from tasks.vocabulary import ChunkGone
 
 #: The file system has no hard links, or none from here to there; then every chunk is a file of its own.
 _NO_LINKS = frozenset({errno.EPERM, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EACCES})
@@ -58,6 +59,20 @@ class Links:
         # Of threads with equal chunks one writes, and the others wait for it: that is faster than to encode them, too.
         with self._turns[hash(name) % len(self._turns)]:
             return self._reuse(name, path) or self._offer(name, path, write())
+
+    def link(self, name: str, path: str) -> tuple[int, int]:
+        """Make ``path`` a link to the chunk of this name, which must be there.
+
+        Returns:
+            Its bytes and crc32c.
+
+        Raises:
+            ChunkGone: it is not there, or can have no more links.
+        """
+        with self._turns[hash(name) % len(self._turns)]:
+            if (known := self._reuse(name, path)) is None:
+                raise ChunkGone(f"chunk {name} cannot be linked to any more")
+            return known
 
     def _reuse(self, name: str, path: str) -> tuple[int, int] | None:
         """Link to a chunk: its bytes and crc32c. None if it cannot be done; ``path`` is then as it was."""

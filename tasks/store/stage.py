@@ -5,7 +5,7 @@ Runs in the engine's worker process, in its writer threads. Encoding, checksums 
 
 import os
 from collections.abc import Mapping
-from concurrent.futures import Executor
+from concurrent.futures import Executor, wait
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from tasks.store.errors import storage_failures
 from tasks.store.fp8 import Quantizer
 from tasks.store.layout import StateSpec, Tile, check_key, seal
 from tasks.store.links import content_name, links_in
+from tasks.vocabulary import ChunkGone, SharedChunk, Sharing
 
 STAGE = "tasks.store.stage:stage_states"
 """The name by which the engine's worker processes find :func:`stage_states`."""
@@ -41,9 +42,10 @@ def stage_states(
     Args:
         staging: Directory from :meth:`tasks.store.Store.staging`.
         key: The sample's key.
-        spec: :class:`StateSpec` of the store, or what :meth:`tasks.store.Store.stage_spec` gives, with the number of
-            tokens that other samples ``shared`` may begin with: chunks within them are links to one file.
-        states_LTH: [L, T, H] uint16 with the bits of bfloat16, or float32, as ``spec.dtype`` says.
+        spec: :class:`StateSpec` of the store, or what :meth:`tasks.store.Store.stage_spec` gives, with ``sharing`` what
+            the sample has in common with others: whole chunks within it are links to one file.
+        states_LTH: [L, T, H] uint16 with the bits of bfloat16, or float32, as ``spec.dtype`` says; rows of chunks that
+            are ``linked`` may be anything.
         input_ids: [T], the token ids that the states belong to.
         executor: Encodes a long sample's chunks in parallel where given; must not be the caller's own pool.
 
@@ -52,12 +54,13 @@ def stage_states(
 
     Raises:
         ValueError: shape or element type differs from the spec.
+        ChunkGone: a chunk that was to be linked is not there; the sample must be staged with all its rows.
         StorageFailure: the disk is full, read-only or not permitted.
     """
-    links, shared = None, 0
+    links, sharing = None, Sharing()
     if not isinstance(spec, StateSpec):
         values = dict(spec)
-        directory_of_links, shared = values.pop("links", None), values.pop("shared", 0)
+        directory_of_links, sharing = values.pop("links", None), values.pop("sharing", sharing)
         links = links_in(directory_of_links) if directory_of_links else None
         spec = StateSpec(**values)
     ids_T = np.ascontiguousarray(input_ids, dtype="<i4")
@@ -92,17 +95,30 @@ def stage_states(
             return write_file(path, payload, checksum, crc=crc)
 
         whole = spec.is_long(num_tokens) and rows_ltH.shape == spec.chunk_shape(num_tokens)
-        if links and whole and tile.tokens.stop <= shared:
-            return links.share(content_name(rows_ltH), path, encode)
-        return encode()
+        if not (links and whole and tile.tokens.stop <= sharing.tokens):
+            return encode()
+        name = content_name(rows_ltH)
+        written_as = links.share(name, path, encode)
+        if quantizer is None:  # whose scales come of the rows
+            sharing.chunks[tile.path] = SharedChunk(name, tile.tokens.start, tile.tokens.stop, rows_ltH.shape[0])
+        return written_as
 
     with storage_failures(directory):
         # Plain strings here and below: for small samples, pathlib takes as long as the system calls.
         os.makedirs(f"{directory}/hidden_states", exist_ok=True)  # noqa: PTH103
         write("hidden_states/zarr.json", templates.array("hidden_states", num_tokens))
-        tiles = spec.tiles(num_tokens)
-        run = executor.map if executor is not None and len(tiles) > 1 else map
-        written.update(zip((tile.path for tile in tiles), run(write_tile, tiles), strict=True))
+        tiles = {tile.path: tile for tile in spec.tiles(num_tokens)}
+        for path, chunk in sharing.linked.items():
+            tile = tiles.pop(path, None)
+            if links is None or tile is None or tile.tokens != slice(chunk.start, chunk.stop):
+                raise ChunkGone(f"{path} is no chunk of tokens [{chunk.start}, {chunk.stop}) that can be linked here")
+            written[path] = links.link(chunk.name, f"{directory}/{path}")
+        if executor is None or len(tiles) < 2:
+            written.update((path, write_tile(tile)) for path, tile in tiles.items())
+        else:
+            futures = {path: executor.submit(write_tile, tile) for path, tile in tiles.items()}
+            wait(futures.values())  # even when one fails: the caller may overwrite the states once this has returned
+            written.update((path, future.result()) for path, future in futures.items())
         if quantizer:
             write_array("scales", "c.0.0", quantizer.scales_LT)
             write_array("quantization_error", "c.0.0", quantizer.error_L2)

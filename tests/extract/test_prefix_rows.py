@@ -1,4 +1,5 @@
-"""Rows taken from other samples: whatever is shared, held, let go of or preempted, a sample is right or not there."""
+"""Rows taken from other samples: whatever is shared, held, staged, let go of or preempted, a sample is right or not
+there."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,8 +14,11 @@ from tasks.extract.assemble import Assembler, Sample, summarize
 from tasks.extract.memory import HostMemory
 from tasks.extract.prefix_rows import PrefixRows
 from tasks.prefixes import prefix_names
+from tasks.vocabulary import SharedChunk
 
 L, H, BLOCK = 2, 4, 4
+CHUNK = 6
+"""Tokens of a chunk in a file, of which one sample's may be a link to another's."""
 HERE = Path()
 SLOT_BYTES = BLOCK * (L * (H * 4 + 8 + 8 + 4 + 1 + 1) + 4)
 
@@ -28,7 +32,10 @@ def states_of(ids: Sequence[int]) -> torch.Tensor:
 class Rank:
     """An assembler with held prefixes, fed as by an engine."""
 
-    def __init__(self, slots: int = 1000, keeps: bool = True, holds: bool = True) -> None:
+    def __init__(self, slots: int = 1000, keeps: bool = True, holds: bool = True, stages: bool = False) -> None:
+        self.stages = stages
+        self.files: dict[str, torch.Tensor] = {}
+        """Rows of chunks by name, [L, CHUNK, H]."""
         self.done: dict[str, Sample] = {}
         self.lost: dict[str, Sample] = {}
         self.given_back = 0
@@ -45,12 +52,35 @@ class Rank:
             hidden_size=H,
             dtype=torch.float32,
             keeps=lambda key: keeps,
-            on_complete=lambda sample: self.done.update({sample.key: sample}),
+            on_complete=self._complete,
             take=HostMemory(1 << 20).take,
             give_back=self._count,
             on_lost=lambda sample: self.lost.update({sample.key: sample}),
             prefixes=self.prefixes,
         )
+
+    def _complete(self, sample: Sample) -> None:
+        self.done[sample.key] = sample
+        if self.stages and sample.states_LTH is not None:
+            self.stage(sample)
+
+    def stage(self, sample: Sample) -> None:
+        """Do as the writer does: link to the chunks that are staged, and offer the others."""
+        assert sample.states_LTH is not None
+        for rows in sample.staged:
+            assert sample.states_LTH[:, rows.start : rows.stop].isnan().any(), "they were copied for nothing"
+            chunk = torch.stack([self.files[rows.chunks[f"{rows.start} {depth}"].name] for depth in range(L)])
+            sample.states_LTH[:, rows.start : rows.stop] = chunk
+        chunks = {}
+        for start in range(0, len(sample.prefix) * BLOCK - CHUNK + 1, CHUNK):
+            if sample.num_tokens <= CHUNK or any(rows.start == start for rows in sample.staged):
+                continue
+            for depth in range(L):
+                name = f"{sample.key} {start} {depth}"
+                self.files[name] = sample.states_LTH[depth, start : start + CHUNK].clone()
+                chunks[f"{start} {depth}"] = SharedChunk(name, start, start + CHUNK, 1)
+        digests_TL = np.stack([row_digests(rows_TH).numpy() for rows_TH in sample.states_LTH], axis=1)
+        self.prefixes.staged.learn(sample.prefix, chunks, digests_TL)
 
     def _count(self, _buffer: torch.Tensor) -> None:
         self.given_back += 1
@@ -108,6 +138,64 @@ def test_a_sample_that_is_wholly_the_prefix_of_another() -> None:
     rank.step(("short", whole[:16], 12, 16), ("odd", whole[:14], 12, 14))
     check(rank.done["short"], whole[:16])
     check(rank.done["odd"], whole[:14])
+
+
+def test_rows_that_are_staged_are_not_copied() -> None:
+    a, b, c = [*range(20)], [*range(16), 50, 51], [*range(8), 60]
+    rank = Rank(stages=True)
+    rank.expect({"a": a, "b": b, "c": c})
+    rank.step(("a", a, 0, 20))
+    rank.step(("b", b, 16, 18), ("c", c, 8, 9))
+    for key, ids in {"b": b, "c": c}.items():
+        check(rank.done[key], ids)
+    assert [(rows.start, rows.stop) for rows in rank.done["b"].staged] == [(0, 6), (6, 12)]
+    assert [(rows.start, rows.stop) for rows in rank.done["c"].staged] == [(0, 6)]
+    assert [tuple(r) for r in rank.done["b"].reused] == [(0, 16, "a")], "they are reused none the less"
+
+
+def test_a_preempted_sample_may_need_rows_that_it_had_not_copied() -> None:
+    a, b = [*range(20)], [*range(16), 50, 51, 52]
+    rank = Rank(stages=True)
+    rank.expect({"a": a, "b": b})
+    rank.step(("a", a, 0, 20))
+    rank.step(("b", b, 16, 18))
+    rank.step(("b", b, 8, 19))  # the middle of a chunk
+    check(rank.done["b"], b)
+    assert [(rows.start, rows.stop) for rows in rank.done["b"].staged] == [(0, 6)]
+    assert [tuple(r) for r in rank.done["b"].reused] == [(0, 6, "a"), (6, 8, "a")]
+
+
+def test_rows_are_copied_where_the_staged_ones_have_other_bits() -> None:
+    a, b = [*range(20)], [*range(16), 50]
+    rank = Rank()
+    rank.expect({"a": a, "b": b})
+    rank.step(("a", a, 0, 20))
+    chunks = {f"{depth}": SharedChunk("other", 0, CHUNK, 1) for depth in range(L)}
+    digests_TL = rank.done["a"].digests_TL.copy()
+    digests_TL[3, 1] += 1
+    rank.prefixes.staged.learn(prefix_names(a, BLOCK), chunks, digests_TL)
+    rank.step(("b", b, 16, 17))
+    check(rank.done["b"], b)
+    assert rank.done["b"].staged == []
+
+
+def test_chunks_count_as_staged_at_all_depths_or_not_at_all() -> None:
+    rank = Rank()
+    digests_TL = np.zeros((8, L), np.int64)
+    names = prefix_names([*range(8)], BLOCK)
+    rank.prefixes.staged.learn(names, {"0": SharedChunk("one depth", 0, CHUNK, 1)}, digests_TL)
+    assert rank.prefixes.staged.find(names, 0, 8, digests_TL) == []
+
+
+def test_what_is_forgotten_is_not_known_to_be_staged() -> None:
+    rank = Rank(stages=True)
+    a, b = [*range(12)], [*range(8), 9, 9, 9]
+    rank.expect({"a": a, "b": b})
+    rank.step(("a", a, 0, 12))
+    rank.prefixes.clear()
+    assert rank.prefixes.staged.find(prefix_names(a, BLOCK), 0, 12, rank.done["a"].digests_TL) == []
+    rank.step(("b", b, 8, 11))
+    assert rank.lost["b"].gaps == [(0, 8)]
 
 
 def test_rows_that_are_no_longer_held_make_no_sample() -> None:
@@ -210,7 +298,7 @@ TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14)  # few tokens: man
 def test_every_sample_is_right_or_not_there(samples: list[list[int]], slots: int, data: st.DataObject) -> None:
     """An engine that takes from its cache what it has computed before, up to where it likes, in pieces, with
     preemptions; two ranks, of which one keeps no states, find the same."""
-    ranks = [Rank(slots), Rank(slots, keeps=False, holds=False)]
+    ranks = [Rank(slots, stages=data.draw(st.booleans())), Rank(slots, keeps=False, holds=False)]
     named = {f"{i}": ids for i, ids in enumerate(samples)}
     computed: set[bytes] = set()
     for rank in ranks:

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from tasks.store import SourceRecord, StagedSample, Store
 from tasks.store.stage import stage_states
-from tasks.vocabulary import Identity
+from tasks.vocabulary import Identity, Sharing
 
 HIDDEN = 32
 OWN = 40
@@ -59,7 +59,7 @@ def make(of: Identity, num_tokens: int, seed: int = 0, family: int | None = None
 
 
 def stage(store: Store, sample: Made, sources: Sequence[str] = ()) -> StagedSample:
-    spec = store.stage_spec() | {"shared": sample.shared}
+    spec = store.stage_spec() | {"sharing": Sharing(sample.shared)}
     objects = stage_states(store.staging(), sample.key, spec, sample.states, sample.input_ids)
     return StagedSample(sample.key, len(sample.input_ids), objects, sample.loss_mask, 7, tuple(sources))
 

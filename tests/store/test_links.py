@@ -16,6 +16,7 @@ from tasks.store import open as open_store
 from tasks.store.links import content_name, links_in
 from tasks.store.maintenance import gc, stats, verify
 from tasks.store.stage import stage_states
+from tasks.vocabulary import ChunkGone, Sharing
 from tests.store.samples import Made, identity
 
 IDENTITY = identity(hidden_size=256)
@@ -49,7 +50,7 @@ def family(count: int = 3, shared: int = 2 * C + 100, seed: int = 0, of: Any = I
 
 
 def stage(store: Store, sample: Made, shared: int = 2 * C + 100, links: bool = True) -> StagedSample:
-    spec = store.stage_spec(links=links) | {"shared": shared}
+    spec = store.stage_spec(links=links) | {"sharing": Sharing(shared)}
     objects = stage_states(store.staging(), sample.key, spec, sample.states, sample.input_ids)
     return StagedSample(sample.key, len(sample.input_ids), objects, sample.loss_mask, 7)
 
@@ -116,6 +117,66 @@ def test_chunks_behind_what_is_shared_are_not_offered(tmp_path: Path) -> None:
     assert len(entries) == 4
 
 
+def staged(store: Store, sample: Made, sharing: Sharing, rows: Any = None) -> StagedSample:
+    states = sample.states if rows is None else rows
+    spec = store.stage_spec() | {"sharing": sharing}
+    with ThreadPoolExecutor(2) as pool:
+        objects = stage_states(store.staging(), sample.key, spec, states, sample.input_ids, pool)
+    return StagedSample(sample.key, len(sample.input_ids), objects, sample.loss_mask, 7)
+
+
+def without(sample: Made, sharing: Sharing) -> Any:
+    """The states of a sample but for those of linked chunks."""
+    rows = sample.states.copy()
+    for chunk in sharing.linked.values():
+        rows[:, chunk.start : chunk.stop] = 0x7FC0
+    return rows
+
+
+def test_a_chunk_that_is_there_is_linked_to_without_its_rows(tmp_path: Path) -> None:
+    first, second = family(count=2)
+    with Store.open(tmp_path / "s", IDENTITY) as store:
+        seen = Sharing(2 * C + 100)
+        of_first = staged(store, first, seen)
+        assert {(c.start, c.stop, c.depths) for c in seen.chunks.values()} == {(0, C, 1), (C, 2 * C, 1)}
+        assert len(seen.chunks) == 8
+        again = Sharing(2 * C + 100, linked=dict(seen.chunks))
+        of_second = staged(store, second, again, without(second, again))
+        assert again.chunks == {}, "they are known already"
+        assert {p: o for p, o in of_second.objects.items() if p in seen.chunks} == {
+            p: o for p, o in of_first.objects.items() if p in seen.chunks
+        }
+        store.commit([of_first, of_second])
+        store.record()
+    check(tmp_path / "s", [first, second])
+
+
+def test_a_sample_is_not_staged_without_rows_that_are_nowhere(tmp_path: Path) -> None:
+    first, second, third = family()
+    with Store.open(tmp_path / "s", IDENTITY) as store:
+        seen = Sharing(2 * C + 100)
+        store.commit([staged(store, first, seen)])
+        path = "hidden_states/c.0.0.0"
+        chunk = seen.chunks[path]
+        elsewhere = {path: chunk._replace(start=C, stop=2 * C), "hidden_states/c.0.9.0": chunk}
+        for p, c in elsewhere.items():
+            with pytest.raises(ChunkGone, match="no chunk of tokens"):
+                staged(store, second, Sharing(2 * C + 100, linked={p: c}))
+        spec = store.stage_spec(links=False) | {"sharing": Sharing(2 * C + 100, linked={path: chunk})}
+        with pytest.raises(ChunkGone, match="no chunk of tokens"):
+            stage_states(store.staging(), second.key, spec, second.states, second.input_ids)
+        shutil.rmtree(store.stage_spec()["links"])
+        with pytest.raises(ChunkGone, match="cannot be linked to"):
+            staged(store, second, Sharing(2 * C + 100, linked={path: chunk}))
+        # With all its rows it is staged none the less, and what it offers can be linked to again.
+        anew = Sharing(2 * C + 100)
+        store.commit([staged(store, second, anew)])
+        again = Sharing(2 * C + 100, linked=dict(anew.chunks))
+        store.commit([staged(store, third, again, without(third, again))])
+        store.record()
+    check(tmp_path / "s", [first, second, third])
+
+
 def test_without_links_every_chunk_is_a_file_of_its_own(tmp_path: Path) -> None:
     samples = family()
     fill(tmp_path / "s", samples, links=False)
@@ -123,6 +184,15 @@ def test_without_links_every_chunk_is_a_file_of_its_own(tmp_path: Path) -> None:
     assert chunk(tmp_path / "s", samples[0], 0, 0).stat().st_nlink == 1
     found = stats(tmp_path / "s")
     assert found.disk_bytes == found.stored_bytes
+
+
+def test_the_rows_of_float8_chunks_are_always_needed(tmp_path: Path) -> None:
+    """Their scales are another array's."""
+    of = identity(hidden_size=256, stored_as="float8_e4m3")
+    seen = Sharing(2 * C + 100)
+    with Store.open(tmp_path / "s", of) as store:
+        staged(store, family(of=of)[0], seen)
+    assert seen.chunks == {}
 
 
 def test_samples_of_float8_share_their_chunks(tmp_path: Path) -> None:
