@@ -492,6 +492,8 @@ class Configuration:
             own.append(_relative(states_LTH, right_LTH).flatten())
             rounding.append(wanted[f"{name}-error"].numpy().flatten() if f"{name}-error" in wanted else 0 * own[-1])
             others.append(_relative(states_LTH[:-1], right_LTH[1:]).flatten())
+        if not own:
+            return False, {"rows": 0}
         errors, by_rounding = np.concatenate(own), np.concatenate(rounding)
         figures = {
             "rows": errors.size // len(DEPTHS),
@@ -521,7 +523,13 @@ class Configuration:
         refused = self.extract(running, self.prompts["crowd"])
         preempted = [after - b for after, b in zip(running.rpc("bench_restarts"), before, strict=True)]
         holds, figures = self.compare("crowd")
-        self.say("preemption", holds and not refused and min(preempted) > 0, preempted=preempted, **figures)
+        self.say(
+            "preemption",
+            holds and not refused and min(preempted) > 0,
+            preempted=preempted,
+            refused=refused[:3],
+            **figures,
+        )
 
     def kill(self, running: Any) -> None:
         """Kill the last rank's worker while it computes, and complete the rest with another engine."""
