@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 
 from tasks import digest
-from tasks.extract.copies import Copies
-from tasks.extract.prefix_rows import PrefixRows, Reused
+from tasks.extract.copies import Copies, Copy
+from tasks.extract.prefix_rows import Holding, PrefixRows, Reused
 from tasks.extract.staged_rows import StagedRows
 from tasks.extract.witness import unlike_rows
 
@@ -129,9 +129,22 @@ class _Expected(NamedTuple):
     shared: int
 
 
+class _Placed(NamedTuple):
+    """Rows [start, stop) of a sample."""
+
+    sample: Sample
+    start: int
+    stop: int
+    copies: list[Copy]
+
+
 @dataclass
 class Assembler:
-    """Places the rows of each step into the samples that are expected, and hands on those that are complete."""
+    """Places the rows of each step into the samples that are expected, and hands on those that are complete.
+
+    States are copied for all requests of a step together: each wait for the copying threads costs as much as some
+    hundred rows.
+    """
 
     num_depths: int
     hidden_size: int
@@ -148,9 +161,14 @@ class Assembler:
     prefixes: PrefixRows | None = None
     """Holds rows for other samples; None where the engine computes every row."""
     copies: Copies = field(default_factory=Copies)
+    has_room: Callable[[int], bool] = lambda num_bytes: True
+    """Whether ``take`` would give so many bytes at once."""
     _samples: dict[str, Sample] = field(default_factory=dict)
     _expected: dict[str, _Expected] = field(default_factory=dict)
+    _placed: list[_Placed] = field(default_factory=list)
+    """Rows of this step; their states are still to be copied."""
     _unsettled: dict[str, Sample] = field(default_factory=dict)
+    """Samples of this step with gaps."""
 
     def expect(self, key: str, num_tokens: int, directory: Path, prefix: Sequence[bytes] = (), shared: int = 0) -> None:
         """Announce a sample that the engine will be asked for.
@@ -181,7 +199,7 @@ class Assembler:
         rows: slice,
         state_rows: slice | None = None,
     ) -> None:
-        """Place one request's rows of a step.
+        """Place one request's rows of a step; :meth:`settle` ends the step.
 
         Args:
             key: of the sample; rows of samples that are not expected (a warm-up's, say) are ignored.
@@ -211,11 +229,12 @@ class Assembler:
             kept = _cut_staged(sample, start)
             sample.reused = [r._replace(stop=min(r.stop, kept)) for r in sample.reused if r.start < kept]
             sample.whole_from = min(sample.whole_from, start)
+        copies: list[Copy] = []
         if sample.states_LTH is not None:
             first = (state_rows or rows).start
             kept = max(0, min(stop, sample.states_LTH.shape[1]) - start)
             here_LTH = sample.states_LTH[:, start : start + kept]
-            self.copies.run([(to, rows[first : first + kept]) for to, rows in zip(here_LTH, states, strict=True)])
+            copies = [(to, rows[first : first + kept]) for to, rows in zip(here_LTH, states, strict=True)]
         place = slice(start, stop)
         rows = slice(rows.start, rows.start + num_rows)
         sample.digests_TL[place] = summary.digests_NL[rows].numpy()
@@ -226,16 +245,16 @@ class Assembler:
         sample.input_ids_T[place] = summary.input_ids_N[rows].numpy()
         # A preempted request starts again: what lies behind the rows that came anew is of the abandoned attempt.
         sample.filled = stop
-        if self.prefixes is not None:
-            self._hold(sample, self.prefixes, start, stop)
-        if sample.gaps:
-            self._unsettled[key] = sample  # another sample of this very step may bring the rows
-        elif sample.complete:
-            self._finish(sample)
+        self._placed.append(_Placed(sample, start, stop, copies))
 
     def settle(self) -> None:
-        """Fill the gaps of a step's samples, after the rows of all of them were added."""
+        """End a step: copy its rows, fill the gaps of its samples, and hand on those that are complete.
+
+        Gaps are filled last, since another sample of the same step may bring the rows.
+        """
+        self._copy()
         unsettled, self._unsettled = self._unsettled, {}
+        copies: list[Copy] = []
         for sample in unsettled.values():
             assert self.prefixes is not None
             missing = []
@@ -246,19 +265,34 @@ class Assembler:
                 else:
                     sample.reused += found.reused
                     sample.staged += found.staged
+                    copies += found.copies
             sample.gaps = missing
-            if sample.complete and not missing:
+        self.copies.run(copies)
+        for sample in unsettled.values():
+            if sample.complete and not sample.gaps:
                 self._finish(sample)
             elif sample.complete:
                 del self._samples[sample.key], self._expected[sample.key]
                 self.on_lost(sample)
 
-    def _hold(self, sample: Sample, prefixes: PrefixRows, start: int, stop: int) -> None:
-        """Hold the blocks of a sample's prefix that its new rows [start, stop) complete."""
-        size = prefixes.block
-        first = max(start // size, -(-sample.whole_from // size))
-        last = min(stop // size, len(sample.prefix))
-        prefixes.hold(sample.prefix[first:last], sample, first * size)
+    def _copy(self) -> None:
+        """Copy the rows placed so far, hold those that others may need, and hand on samples without gaps."""
+        placed, self._placed = self._placed, []
+        self.copies.run([copy for rows in placed for copy in rows.copies])
+        if self.prefixes is not None:
+            self.prefixes.hold([self._to_hold(rows, self.prefixes.block) for rows in placed])
+        for sample, *_ in placed:
+            if sample.gaps:
+                self._unsettled[sample.key] = sample
+            elif sample.complete:
+                self._finish(sample)
+
+    def _to_hold(self, rows: _Placed, block: int) -> Holding:
+        """The blocks of a sample's prefix that new rows complete."""
+        sample = rows.sample
+        first = max(rows.start // block, -(-sample.whole_from // block))
+        last = min(rows.stop // block, len(sample.prefix))
+        return Holding(sample, sample.prefix[first:last], first * block)
 
     def _finish(self, sample: Sample) -> None:
         del self._samples[sample.key], self._expected[sample.key]
@@ -288,6 +322,8 @@ class Assembler:
             kept = 0
         if kept:
             num_bytes = kept * self.num_depths * self.hidden_size * self.dtype.itemsize
+            if not self.has_room(num_bytes):
+                self._copy()  # room is only made by samples that are handed on
             buffer = self.take(num_bytes)
             states = buffer[:num_bytes].view(self.dtype).view(self.num_depths, kept, self.hidden_size)
             states[:, :, :POISONED_COLUMNS] = torch.nan

@@ -143,6 +143,7 @@ class Assembly:
             on_lost=self.writer.abandon,
             prefixes=self._prefixes,
             copies=self._copies,
+            has_room=self.writer.memory.has_room,
         )
 
     def expect(self, wanted: Iterable[Wanted]) -> None:

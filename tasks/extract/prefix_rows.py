@@ -41,12 +41,22 @@ class Reused(NamedTuple):
     source: str
 
 
+class Holding(NamedTuple):
+    """Rows of a sample from ``start`` on, to be held as blocks of these names, one after another."""
+
+    sample: Rows
+    names: Sequence[bytes]
+    start: int
+
+
 class Filled(NamedTuple):
     """What became of rows that were asked for."""
 
     reused: list[Reused]
     staged: list[StagedRows]
-    """Of these, rows whose states were not copied, since they are in staged files; in order."""
+    """Of these, rows whose states need not be copied, since they are in staged files; in order."""
+    copies: list[Copy]
+    """Of states, still to be made."""
 
 
 class _Held(NamedTuple):
@@ -109,26 +119,28 @@ class PrefixRows:
     def __len__(self) -> int:
         return len(self._held)
 
-    def hold(self, names: Sequence[bytes], sample: Rows, start: int) -> None:
-        """Copy blocks of a sample's rows, one after another from ``start`` on; those held already stay as they are."""
-        taken: dict[int, int] = {}  # slot -> first row; with room for few blocks, later ones take the place of earlier
-        for first, name in enumerate(names):
-            if name in self._held:
-                self._held.move_to_end(name)
-            elif self.slots:
-                slot = self._free.pop() if self._free else self._held.popitem(last=False)[1].slot
-                self._held[name] = _Held(slot, sample.key)
-                taken[slot] = start + first * self.block
-        for slot, first in taken.items():
+    def hold(self, holdings: Iterable[Holding]) -> None:
+        """Copy blocks of samples' rows; those held already stay as they are."""
+        taken: dict[int, tuple[Rows, int]] = {}  # slot -> first row; where there are too few, later blocks displace
+        for sample, names, start in holdings:
+            for first, name in enumerate(names):
+                if name in self._held:
+                    self._held.move_to_end(name)
+                elif self.slots:
+                    slot = self._free.pop() if self._free else self._held.popitem(last=False)[1].slot
+                    self._held[name] = _Held(slot, sample.key)
+                    taken[slot] = sample, start + first * self.block
+        copies: list[Copy] = []
+        for slot, (sample, first) in taken.items():
             for array, kept in self._kept.items():
                 kept[slot] = getattr(sample, array)[first : first + self.block]
-        if self.holds_states and taken:
-            states_LTH = sample.states_LTH
-            assert states_LTH is not None
-            self._copies.run([(self._states_SLBH[s], states_LTH[:, t : t + self.block]) for s, t in taken.items()])
+            if self.holds_states:
+                assert sample.states_LTH is not None
+                copies.append((self._states_SLBH[slot], sample.states_LTH[:, first : first + self.block]))
+        self._copies.run(copies)
 
     def fill(self, sample: Rows, names: Sequence[bytes], start: int, stop: int, *, states: bool) -> Filled | None:
-        """Copy rows [start, stop) into a sample, but for states that are in staged files.
+        """Fill rows [start, stop) of a sample, but for the states, of which it says what to copy.
 
         Args:
             sample: to be filled.
@@ -138,7 +150,8 @@ class PrefixRows:
             states: whether its states are to be filled, too.
 
         Returns:
-            Where they are from; None if some are no longer held, and none is copied then.
+            Where they are from; None if some are no longer held, and none is filled then. The copies must be made
+            before anything else is held.
         """
         blocks = range(start // self.block, -(-stop // self.block))
         if blocks.stop > len(names) or any(names[block] not in self._held for block in blocks):
@@ -154,17 +167,16 @@ class PrefixRows:
                 first = found.pop().start
             found.append(Reused(first, last, source))
         staged: list[StagedRows] = []
+        copies: list[Copy] = []
         if states and self.holds_states and sample.states_LTH is not None:
             staged = self.staged.find(names, start, stop, sample.digests_TL)
-            copies: list[Copy] = []
             for begin, end in uncovered(staged, start, stop):
                 for block in range(begin // self.block, -(-end // self.block)):
                     at = block * self.block
                     first, last = max(begin, at), min(end, at + self.block)
                     here_LNH = self._states_SLBH[self._held[names[block]].slot, :, first - at : last - at]
                     copies.append((sample.states_LTH[:, first:last], here_LNH))
-            self._copies.run(copies)
-        return Filled(found, staged)
+        return Filled(found, staged, copies)
 
     def touch(self, names: Iterable[bytes]) -> None:
         """Note that a prefix was used. Its end goes before its beginning, which more samples share."""

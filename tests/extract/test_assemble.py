@@ -1,6 +1,7 @@
 """Assembly: whatever way the rows arrive, a sample is handed on whole or not at all."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ def feed(to: Assembler, key: str, start: int, rows_LNH: torch.Tensor, ids: range
     batch = torch.cat([pad, rows_LNH, pad], dim=1)
     batch_ids = torch.tensor([7, 7, 7, *ids, 7, 7, 7])
     to.add(key, start, tuple(batch), summarize(tuple(batch), batch_ids), slice(3, 3 + rows_LNH.shape[1]))
+    to.settle()
 
 
 @given(st.integers(1, 40), st.lists(st.integers(1, 15), max_size=8))
@@ -92,11 +94,37 @@ def test_samples_of_one_batch_stay_apart() -> None:
     summary = summarize(tuple(rows), torch.arange(771))
     to.add("long", 0, tuple(rows), summary, slice(0, 512))
     to.add("short", 0, tuple(rows), summary, slice(512, 771))
+    assert not done
+    to.settle()
     assert {s.key: tuple(s.states_LTH.shape) for s in done if s.states_LTH is not None} == {
         "long": (L, 512, H),
         "short": (L, 259, H),
     }
     assert done[1].input_ids_T[0] == 512
+
+
+def test_a_sample_of_a_step_makes_room_for_the_next() -> None:
+    """All copies of a step are made together, unless that would keep more in memory than may be."""
+    for room, expected in ((True, []), (False, ["first"])):
+        done: list[Sample] = []
+        handed_on: list[str] = []
+
+        def has_room(_num_bytes: int, room: bool = room, done: list[Sample] = done, seen: Any = handed_on) -> bool:
+            seen[:] = [sample.key for sample in done]
+            return room
+
+        to, rows = assembler(done, has_room=has_room), states(6, 3)
+        for key in ("first", "second", "third"):
+            to.expect(key, 2, HERE)
+        summary = summarize(tuple(rows), torch.arange(6))
+        for i, key in enumerate(("first", "second", "third")):
+            to.add(key, 0, tuple(rows), summary, slice(2 * i, 2 * i + 2))
+        assert handed_on == expected
+        to.settle()
+        assert [sample.key for sample in done] == ["first", "second", "third"]
+        for i, sample in enumerate(done):
+            assert sample.states_LTH is not None
+            assert torch.equal(sample.states_LTH, rows[:, 2 * i : 2 * i + 2])
 
 
 def test_unwritten_rows_are_poison() -> None:
@@ -116,6 +144,7 @@ def test_a_rank_that_only_digests_keeps_no_states() -> None:
     to.expect("k", 3, HERE)
     rows = states(3, 1)
     to.add("k", 0, (), summarize(tuple(rows), torch.arange(3)), slice(0, 3))
+    to.settle()
     assert done[0].states_LTH is None
     assert np.array_equal(done[0].digests_TL[:, 0], row_digests(rows[0]).numpy())
 
