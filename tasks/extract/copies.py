@@ -20,14 +20,16 @@ class Copies:
     """Runs copies that do not overlap, and returns when all are made."""
 
     def __init__(self, threads: int = 1) -> None:
+        self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="layertap-copier") if threads > 1 else None
 
     def run(self, copies: Sequence[Copy]) -> None:
         if self._pool is None or sum(there.nbytes for there, _ in copies) <= _PIECE_BYTES:
-            for copy in copies:
-                _copy(copy)
+            _copy_all(copies)
             return
-        for _ in self._pool.map(_copy, [piece for copy in copies for piece in _pieces(*copy)]):
+        pieces = [piece for copy in copies for piece in _pieces(*copy)]
+        # Handed out at once: to hand over each piece would take as long as to copy a megabyte.
+        for _ in self._pool.map(_copy_all, [pieces[i :: self._threads] for i in range(self._threads)]):
             pass
 
     def close(self) -> None:
@@ -35,9 +37,9 @@ class Copies:
             self._pool.shutdown()
 
 
-def _copy(copy: Copy) -> None:
-    there, here = copy
-    there.copy_(here)  # without the GIL
+def _copy_all(copies: Sequence[Copy]) -> None:
+    for there, here in copies:
+        there.copy_(here)  # without the GIL
 
 
 def _pieces(there: torch.Tensor, here: torch.Tensor) -> list[Copy]:

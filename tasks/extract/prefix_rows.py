@@ -7,8 +7,9 @@ All ranks hold the same blocks and let go of the same ones, whether or not they 
 rank finds, all find.
 """
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -104,14 +105,14 @@ class PrefixRows:
         row_bytes += sum(int(np.prod(shape)) * np.dtype(kind).itemsize for shape, kind in by_row.values())
         self.slots = limit_bytes // (block * row_bytes)
         self._kept: dict[str, npt.NDArray[Any]] = {
-            name: np.empty((self.slots, block, *shape), kind) for name, (shape, kind) in by_row.items()
+            name: np.empty((self.slots * block, *shape), kind) for name, (shape, kind) in by_row.items()
         }
         self.staged = StagedPrefixes(block, limit=self.slots)
         """Told by whoever stages samples."""
-        held = self.slots if holds_states else 0
-        self._states_SLBH = fresh_memory(held, num_depths, block, hidden_size, dtype=dtype)
+        held_rows = self.slots * block if holds_states else 0
+        self._states_LRH = fresh_memory(num_depths, held_rows, hidden_size, dtype=dtype)
         self._held: OrderedDict[bytes, _Held] = OrderedDict()
-        self._free = list(range(self.slots))
+        self._free = deque(range(self.slots))
 
     def __contains__(self, name: bytes) -> bool:
         return name in self._held
@@ -123,21 +124,46 @@ class PrefixRows:
         """Copy blocks of samples' rows; those held already stay as they are."""
         taken: dict[int, tuple[Rows, int]] = {}  # slot -> first row; where there are too few, later blocks displace
         for sample, names, start in holdings:
-            for first, name in enumerate(names):
-                if name in self._held:
-                    self._held.move_to_end(name)
-                elif self.slots:
-                    slot = self._free.pop() if self._free else self._held.popitem(last=False)[1].slot
-                    self._held[name] = _Held(slot, sample.key)
-                    taken[slot] = sample, start + first * self.block
-        copies: list[Copy] = []
+            for block, slot in self._take_slots(sample.key, names).items():
+                taken[slot] = sample, start + block * self.block
+        placed: dict[str, tuple[Rows, list[int], list[int]]] = {}
         for slot, (sample, first) in taken.items():
+            _, slots, firsts = placed.setdefault(sample.key, (sample, [], []))
+            slots.append(slot * self.block)
+            firsts.append(first)
+        copies: list[Copy] = []
+        for sample, slots, firsts in placed.values():
+            rows_R, rows_T = self._each_row(slots), self._each_row(firsts)
             for array, kept in self._kept.items():
-                kept[slot] = getattr(sample, array)[first : first + self.block]
+                kept[rows_R] = getattr(sample, array)[rows_T]
             if self.holds_states:
                 assert sample.states_LTH is not None
-                copies.append((self._states_SLBH[slot], sample.states_LTH[:, first : first + self.block]))
+                for size, there, here in _runs(rows_R, rows_T):
+                    copies.append((self._states_LRH[:, there : there + size], sample.states_LTH[:, here : here + size]))
         self._copies.run(copies)
+
+    def _take_slots(self, key: str, names: Sequence[bytes]) -> dict[int, int]:
+        """Slots for the blocks among ``names`` that are not held; by their position there, in ascending order."""
+        taken: dict[bytes, int] = {}
+        for name in names:
+            if name in self._held:
+                self._held.move_to_end(name)
+            elif self.slots:
+                if self._free:
+                    slot = self._free.popleft()
+                else:
+                    displaced, (slot, _) = self._held.popitem(last=False)
+                    taken.pop(displaced, None)
+                self._held[name] = _Held(slot, key)
+                taken[name] = slot
+        # Blocks in a row, one behind the other in memory as well, are copied at once.
+        for name, slot in zip(taken, sorted(taken.values()), strict=True):
+            self._held[name] = _Held(slot, key)
+        return {block: self._held[name].slot for block, name in enumerate(names) if name in taken}
+
+    def _each_row(self, firsts: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Of each block its rows, by the first one."""
+        return (np.asarray(firsts, np.int64)[:, None] + np.arange(self.block)).ravel()
 
     def fill(self, sample: Rows, names: Sequence[bytes], start: int, stop: int, *, states: bool) -> Filled | None:
         """Fill rows [start, stop) of a sample, but for the states, of which it says what to copy.
@@ -156,26 +182,24 @@ class PrefixRows:
         blocks = range(start // self.block, -(-stop // self.block))
         if blocks.stop > len(names) or any(names[block] not in self._held for block in blocks):
             return None
+        held = [self._held[names[block]] for block in blocks]
         found: list[Reused] = []
-        for block in blocks:
-            slot, source = self._held[names[block]]
+        for block, (_, source) in zip(blocks, held, strict=True):
             first, last = max(start, block * self.block), min(stop, (block + 1) * self.block)
-            inside = slice(first - block * self.block, last - block * self.block)
-            for array, kept in self._kept.items():
-                getattr(sample, array)[first:last] = kept[slot][inside]
             if found and found[-1].source == source:
                 first = found.pop().start
             found.append(Reused(first, last, source))
+        before = start - blocks.start * self.block  # rows of the first block that are not asked for
+        rows_R = self._each_row([slot * self.block for slot, _ in held])[before : before + stop - start]
+        for array, kept in self._kept.items():
+            getattr(sample, array)[start:stop] = kept[rows_R]
         staged: list[StagedRows] = []
         copies: list[Copy] = []
         if states and self.holds_states and sample.states_LTH is not None:
             staged = self.staged.find(names, start, stop, sample.digests_TL)
             for begin, end in uncovered(staged, start, stop):
-                for block in range(begin // self.block, -(-end // self.block)):
-                    at = block * self.block
-                    first, last = max(begin, at), min(end, at + self.block)
-                    here_LNH = self._states_SLBH[self._held[names[block]].slot, :, first - at : last - at]
-                    copies.append((sample.states_LTH[:, first:last], here_LNH))
+                for size, here, there in _runs(rows_R[begin - start : end - start], np.arange(begin, end)):
+                    copies.append((sample.states_LTH[:, there : there + size], self._states_LRH[:, here : here + size]))
         return Filled(found, staged, copies)
 
     def touch(self, names: Iterable[bytes]) -> None:
@@ -186,6 +210,13 @@ class PrefixRows:
 
     def clear(self) -> None:
         """Let go of everything."""
-        self._free = list(range(self.slots))
+        self._free = deque(range(self.slots))
         self._held.clear()
         self.staged.clear()
+
+
+def _runs(a_N: npt.NDArray[np.int64], b_N: npt.NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
+    """Where both go on one by one: length, and where each begins."""
+    breaks = np.flatnonzero((np.diff(a_N) != 1) | (np.diff(b_N) != 1)) + 1
+    for first, last in pairwise([0, *breaks.tolist(), len(a_N)]):
+        yield last - first, int(a_N[first]), int(b_N[first])
