@@ -90,8 +90,10 @@ def run(args: argparse.Namespace, reuse: bool, prefixes: list[Rows], own: Rows) 
             if member == 0 or not reuse:
                 pieces.append(Piece(key, 0, prefix))
             pieces.append(Piece(key, args.shared, own))
+    before = _processor_seconds(process.pid)
     try:
         seconds = _feed(process, inbox, wanted, list(steps(pieces, args.rows)))
+        spent = _processor_seconds(process.pid) - before
         report = process.report()
         inbox.expect_end()
         process.close()
@@ -104,7 +106,13 @@ def run(args: argparse.Namespace, reuse: bool, prefixes: list[Rows], own: Rows) 
         "new_rows_per_s": round(sum(p.rows.states_LNH.shape[1] for p in pieces) / seconds),
         "waited_for_writers_s": round(report["waited_for_writers"], 2),
         "seconds": round(seconds, 2),
+        "processor_seconds": round(spent, 2),
     }
+
+
+def _processor_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _feed(process: AssemblyProcess, inbox: Inbox, wanted: list[Wanted], made: list[list[Piece]]) -> float:

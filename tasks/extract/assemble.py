@@ -110,7 +110,9 @@ class Sample:
     reused: list[Reused] = field(default_factory=list)
     """Rows that were computed for other samples."""
     staged: list[StagedRows] = field(default_factory=list)
-    """Of these, rows that are in staged files; ``states_LTH`` does not have them. In order."""
+    """Of these, rows that are in staged files, or will be; ``states_LTH`` does not have them. In order."""
+    promised: list[StagedRows] = field(default_factory=list)
+    """Rows that others count on this sample to stage."""
     whole_from: int = 0
     """Rows [whole_from, filled) came without a gap between them."""
     error: str | None = None
@@ -281,7 +283,7 @@ class Assembler:
         self.copies.run([copy for rows in placed for copy in rows.copies])
         if self.prefixes is not None:
             self.prefixes.hold([self._to_hold(rows, self.prefixes.block) for rows in placed])
-        for sample, *_ in placed:
+        for sample in {rows.sample.key: rows.sample for rows in placed}.values():
             if sample.gaps:
                 self._unsettled[sample.key] = sample
             elif sample.complete:
@@ -301,6 +303,8 @@ class Assembler:
         if sample.buffer is not None and not self.keeps(sample.key):
             self.give_back(sample.buffer)
             sample.states_LTH = sample.buffer = None
+        if self.prefixes is not None and sample.states_LTH is not None:
+            sample.promised = self.prefixes.staged.promise(sample.prefix, sample.shared, sample.digests_TL)
         self.on_complete(sample)
 
     def refuse(self, key: str, shape: tuple[int, ...], dtype: str) -> None:

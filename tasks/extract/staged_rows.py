@@ -1,31 +1,61 @@
 """Rows of shared prefixes that are in a staged file already, and need not be copied, digested and encoded again.
 
 Where most samples begin alike, copying the rows of their beginnings within host memory is most of what there is to do.
-Once a chunk of them is staged, every further sample links to its file. What the file holds is known by the digests of
-its rows as they stood in host memory when it was written: a sample links to it only if the digests that the device has
-computed of the sample's own rows are the same.
+Once one sample's chunk of them is staged, or on its way, every further sample links to its file. It does so only if
+the device has computed the same digests for the rows of both; what arrived in host memory of the first is part of the
+verification of all.
 """
 
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from tasks.vocabulary import SharedChunk
+from tasks.vocabulary import ChunkGone, SharedChunk
 
 
-class StagedRows(NamedTuple):
-    """Rows [start, stop) whose chunks, at all depths, are staged."""
+class StagedFiles(NamedTuple):
+    """What there is of staged rows."""
+
+    arrived_TL: npt.NDArray[np.int64]
+    """Digests of the rows as they stood in host memory."""
+    chunks: Mapping[str, SharedChunk]
+    """At all depths, by their path in a sample."""
+
+
+@dataclass(frozen=True, eq=False)
+class StagedRows:
+    """Rows [start, stop) that a sample has staged, or is about to."""
 
     start: int
     stop: int
     digests_TL: npt.NDArray[np.int64]
-    """Of these rows as they stood in host memory."""
-    chunks: Mapping[str, SharedChunk]
-    """By their path in a sample."""
+    """Of these rows, as the device computed them."""
+    _files: "Future[StagedFiles | None]" = field(default_factory=Future)
+
+    def files(self) -> StagedFiles:
+        """Waits for the sample that stages them.
+
+        Raises:
+            ChunkGone: it could not be staged.
+        """
+        if (files := self._files.result()) is None:
+            raise ChunkGone(f"rows [{self.start}, {self.stop}) were to be staged by a sample that could not be")
+        return files
+
+    @property
+    def failed(self) -> bool:
+        return self._files.done() and self._files.result() is None
+
+    def settle(self, files: StagedFiles | None) -> None:
+        """Say what was staged, or that nothing was; the first word counts."""
+        if not self._files.done():
+            self._files.set_result(files)
 
 
 def uncovered(staged: Sequence[StagedRows], start: int, stop: int) -> list[tuple[int, int]]:
@@ -46,6 +76,8 @@ class StagedPrefixes:
         self._block, self._limit = block, limit
         self._lock = threading.Lock()
         self._staged: OrderedDict[bytes, StagedRows] = OrderedDict()
+        self._chunk = 0
+        """Tokens of a chunk, once one was seen."""
 
     def find(
         self, names: Sequence[bytes], start: int, stop: int, digests_TL: npt.NDArray[np.int64]
@@ -62,41 +94,76 @@ class StagedPrefixes:
         with self._lock:
             for name in names[start // self._block : -(-stop // self._block)]:
                 rows = self._staged.get(name)
-                if rows is None or rows.start < start or rows.stop > stop:
+                if rows is None or rows.failed or rows.start < start or rows.stop > stop:
                     continue
                 self._staged.move_to_end(name)
                 if np.array_equal(rows.digests_TL, digests_TL[rows.start : rows.stop]):
                     found.append(rows)
         return found
 
-    def learn(
-        self,
-        names: Sequence[bytes],
-        chunks: Mapping[str, SharedChunk],
-        digests_TL: npt.NDArray[np.int64],
-    ) -> None:
-        """Note chunks of a staged sample.
+    def promise(self, names: Sequence[bytes], shared: int, digests_TL: npt.NDArray[np.int64]) -> list[StagedRows]:
+        """Rows that a sample, which is about to be staged, is the first to stage. Each must be settled.
 
         Args:
             names: of the sample's blocks.
+            shared: tokens with which others may begin, too.
+            digests_TL: of all its rows, as the device computed them.
+        """
+        with self._lock:
+            # A sample that is no longer than a chunk has one of another shape.
+            if not self._chunk or len(digests_TL) <= self._chunk:
+                return []
+            promised = []
+            for stop in range(self._chunk, shared + 1, self._chunk):
+                last = (stop - 1) // self._block
+                if last < len(names) and ((known := self._staged.get(names[last])) is None or known.failed):
+                    rows = StagedRows(stop - self._chunk, stop, digests_TL[stop - self._chunk : stop].copy())
+                    self._keep(names[last], rows)
+                    promised.append(rows)
+            return promised
+
+    def learn(
+        self,
+        names: Sequence[bytes],
+        promised: Sequence[StagedRows],
+        chunks: Mapping[str, SharedChunk],
+        digests_TL: npt.NDArray[np.int64],
+        arrived_TL: npt.NDArray[np.int64],
+    ) -> None:
+        """Note chunks of a sample that was staged.
+
+        Args:
+            names: of the sample's blocks.
+            promised: rows that it was to stage.
             chunks: by their path.
-            digests_TL: of all its rows, as they stood in host memory.
+            digests_TL: of all its rows, as the device computed them.
+            arrived_TL: of all its rows, as they stood in host memory.
         """
         ranges: dict[tuple[int, int], dict[str, SharedChunk]] = {}
         for path, chunk in chunks.items():
             ranges.setdefault((chunk.start, chunk.stop), {})[path] = chunk
-        num_depths = digests_TL.shape[1]
+        owed = {(rows.start, rows.stop): rows for rows in promised}
         with self._lock:
             for (start, stop), of_range in ranges.items():
-                last = (stop - 1) // self._block
-                if last < len(names) and sum(chunk.depths for chunk in of_range.values()) == num_depths:
-                    rows = StagedRows(start, stop, digests_TL[start:stop].copy(), of_range)
-                    self._staged[names[last]] = rows
-                    self._staged.move_to_end(names[last])
-            while len(self._staged) > self._limit:
-                self._staged.popitem(last=False)
+                if sum(chunk.depths for chunk in of_range.values()) != digests_TL.shape[1]:
+                    continue
+                self._chunk, last = stop - start, (stop - 1) // self._block
+                rows = owed.get((start, stop))
+                if rows is None:
+                    if last >= len(names) or names[last] in self._staged:
+                        continue
+                    rows = StagedRows(start, stop, digests_TL[start:stop].copy())
+                    self._keep(names[last], rows)
+                rows.settle(StagedFiles(arrived_TL[start:stop].copy(), of_range))
+
+    def _keep(self, name: bytes, rows: StagedRows) -> None:
+        self._staged[name] = rows
+        self._staged.move_to_end(name)
+        while len(self._staged) > self._limit:
+            self._staged.popitem(last=False)
 
     def clear(self) -> None:
         """Let go of everything."""
         with self._lock:
             self._staged.clear()
+            self._chunk = 0

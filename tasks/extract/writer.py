@@ -5,7 +5,7 @@ waits. A long sample's chunks are encoded side by side, so that the last sample 
 """
 
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch
 from tasks import digest
 from tasks.extract.assemble import POISONED_COLUMNS, Sample
 from tasks.extract.memory import HostMemory
-from tasks.extract.staged_rows import StagedPrefixes, uncovered
+from tasks.extract.staged_rows import StagedFiles, StagedPrefixes, uncovered
 from tasks.profile import profile_of
 from tasks.vocabulary import ChunkGone, DType, Receipt, Sharing, StagingFailure, digest_ids
 
@@ -91,20 +91,22 @@ class Writer:
         states_LTH, buffer = sample.states_LTH, sample.buffer
         if states_LTH is None or buffer is None:
             return self._receipt(sample)
-        began = perf_counter()
         try:
-            arrived_TL = self._digests_on_arrival(sample, states_LTH)
+            # Of samples that were handed over before this one: none waits for one that waits in the queue behind it.
+            staged = [rows.files() for rows in sample.staged]
+            began = perf_counter()
+            arrived_TL = self._digests_on_arrival(sample, staged, states_LTH)
             digested = perf_counter()
             bits = states_LTH.view(torch.uint16) if states_LTH.dtype == torch.bfloat16 else states_LTH
             sharing = Sharing(sample.shared)
-            for rows in sample.staged:
-                sharing.linked |= rows.chunks
+            for files in staged:
+                sharing.linked |= files.chunks
             spec = {**self._stage_spec, "sharing": sharing}
             objects = self._stage(sample.directory, sample.key, spec, bits.numpy(), sample.input_ids_T, self._chunks)
             self.seconds["digest"] += digested - began
             self.seconds["stage"] += perf_counter() - digested
             if self._staged is not None:
-                self._staged.learn(sample.prefix, sharing.chunks, arrived_TL)
+                self._staged.learn(sample.prefix, sample.promised, sharing.chunks, sample.digests_TL, arrived_TL)
             changed_TL, unwritten_TL = _changes(sample, states_LTH, arrived_TL)
             return replace(
                 self._receipt(sample, objects=objects),
@@ -125,14 +127,18 @@ class Writer:
         except Exception as error:  # any fault of one sample is that sample's verdict, not the engine's end
             return self._receipt(sample, error=f"{type(error).__name__}: {error}")
         finally:
+            for rows in sample.promised:
+                rows.settle(None)  # unless it was staged
             self.memory.give_back(buffer, written=True)
 
-    def _digests_on_arrival(self, sample: Sample, states_LTH: torch.Tensor) -> npt.NDArray[np.int64]:
+    def _digests_on_arrival(
+        self, sample: Sample, staged: Sequence[StagedFiles], states_LTH: torch.Tensor
+    ) -> npt.NDArray[np.int64]:
         """Digests of each row as it stands in host memory, or stood there when it was staged; int64 [T, L]."""
         num_depths, num_tokens = states_LTH.shape[:2]
         arrived_TL = np.empty((num_tokens, num_depths), np.int64)
-        for rows in sample.staged:
-            arrived_TL[rows.start : rows.stop] = rows.digests_TL
+        for rows, files in zip(sample.staged, staged, strict=True):
+            arrived_TL[rows.start : rows.stop] = files.arrived_TL
         blocks = [
             (depth, start, min(start + _DIGEST_ROWS, stop))
             for first, stop in uncovered(sample.staged, 0, num_tokens)

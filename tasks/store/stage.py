@@ -99,7 +99,7 @@ def stage_states(
             return encode()
         name = content_name(rows_ltH)
         written_as = links.share(name, path, encode)
-        if quantizer is None:  # whose scales come of the rows
+        if links.possible and quantizer is None:  # whose scales come of the rows
             sharing.chunks[tile.path] = SharedChunk(name, tile.tokens.start, tile.tokens.stop, rows_ltH.shape[0])
         return written_as
 

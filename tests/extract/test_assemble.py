@@ -127,6 +127,18 @@ def test_a_sample_of_a_step_makes_room_for_the_next() -> None:
             assert torch.equal(sample.states_LTH, rows[:, 2 * i : 2 * i + 2])
 
 
+def test_a_sample_may_have_several_pieces_in_a_step() -> None:
+    done: list[Sample] = []
+    to, rows = assembler(done), states(6, 3)
+    to.expect("k", 6, HERE)
+    for start in (0, 2, 4):
+        to.add("k", start, tuple(rows), summarize(tuple(rows), torch.arange(6)), slice(start, start + 2))
+    to.settle()
+    (sample,) = done
+    assert sample.states_LTH is not None
+    assert torch.equal(sample.states_LTH, rows)
+
+
 def test_unwritten_rows_are_poison() -> None:
     to = assembler([])
     to.expect("k", 4, HERE)

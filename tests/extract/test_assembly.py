@@ -16,10 +16,13 @@ from tasks.extract.assembly_process import AssemblyDied, AssemblyProcess
 from tasks.extract.receipts import Inbox, Outbox, ReceiptsLost
 from tasks.extract.step import Span, Step
 from tasks.extract.transfer import DirectTransfer, SharedRing
+from tasks.prefixes import prefix_names
+from tasks.store import layout
 from tasks.store.layout import StateSpec
-from tasks.store.stage import STAGE
-from tasks.vocabulary import Receipt
+from tasks.store.stage import STAGE, stage_states
+from tasks.vocabulary import Receipt, StagingFailure
 from tests.conftest import eventually
+from tests.extract import small_chunks
 
 L, H = 3, 64
 LENGTHS = {"a" * 64: 5, "b" * 64: 1, "0" * 64: 12}
@@ -205,3 +208,72 @@ def test_a_receipt_arrives_as_it_was_sent() -> None:
     for outbox in outboxes:
         outbox.close()
     inbox.close()
+
+
+SHARED = 2 * small_chunks.TOKENS
+FAMILY = "f" * 63
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(layout, "chunk_tokens", small_chunks.few)
+    layout._templates.cache_clear()
+    yield
+    layout._templates.cache_clear()
+
+
+def failing(_directory: Path, key: str, *args: Any) -> dict[str, tuple[int, int]]:
+    """As the store's, but the sample that computed a prefix for others cannot be staged."""
+    if key.endswith("0"):
+        eventually(lambda: "1" in WAITED_FOR)
+        raise StagingFailure("the disk is full", lasting=True)
+    return stage_states(_directory, key, *args)
+
+
+WAITED_FOR: set[str] = set()
+
+
+@pytest.mark.parametrize("stage", [STAGE, f"{__name__}:failing"])
+def test_a_prefix_of_one_step_is_staged_once(few: None, inbox: Inbox, tmp_path: Path, stage: str) -> None:
+    """A sample links to what another of the same step is about to stage; if nothing comes of it, it says so."""
+    WAITED_FOR.clear()
+    asked = spec(inbox, stage)
+    stage_spec = asked.settings.stage_spec | {"links": str(tmp_path / "links")}
+    assembly = Assembly(replace(asked, settings=replace(asked.settings, stage_spec=stage_spec, reuse_bytes=1 << 20)))
+    inbox.accept()
+    staged = assembly._prefixes.staged  # type: ignore[union-attr]
+    staged._chunk = small_chunks.TOKENS
+    find = staged.find
+
+    def found(*args: Any) -> Any:
+        rows = find(*args)
+        assert len(rows) == 2, "they are promised, not staged yet"
+        WAITED_FOR.add("1")
+        return rows
+
+    staged.find = found  # type: ignore[method-assign]
+    prefix = torch.randn(L, SHARED, H, generator=RNG)
+    own = torch.randn(L, 7, H, generator=RNG)
+    ids = {f"{FAMILY}{i}": np.concatenate([np.arange(SHARED), [900 + i] * 7]).astype(np.int32) for i in (0, 1)}
+    names = b"".join(prefix_names(np.arange(SHARED), 16))
+    assembly.expect([Wanted(key, SHARED + 7, str(tmp_path / "staged"), SHARED, names) for key in ids])
+    states = torch.cat([prefix, own, own], dim=1)
+    step_ids = torch.from_numpy(np.concatenate([ids[f"{FAMILY}0"], ids[f"{FAMILY}1"][SHARED:]]))
+    spans = (
+        Span(f"{FAMILY}1-12345678", SHARED, slice(SHARED + 7, SHARED + 14)),
+        Span(f"{FAMILY}0-12345678", 0, slice(0, SHARED + 7)),
+    )
+    DirectTransfer(assembly, lambda span: True).send(Step(spans, tuple(states), step_ids))
+    receipts = {key: found for key, ((found, _),) in eventually(lambda: inbox.take(list(ids))).items()}
+    first, second = (receipts[f"{FAMILY}{i}"] for i in (0, 1))
+    inbox.expect_end()
+    assembly.close()
+    if stage == STAGE:
+        assert (first.error, second.error, second.reused) == (None, None, ((f"{FAMILY}0", SHARED),))
+        assert second.changed_rows == (0,) * L
+        files = [tmp_path / f"staged/{key}/hidden_states/c.{d}.{c}.0" for key in ids for d in range(L) for c in (0, 1)]
+        assert len({file.stat().st_ino for file in files}) == len(files) / 2
+    else:
+        assert first.storage_failed == "lasting"
+        assert second.rows_gone
+        assert "could not be" in str(second.error)

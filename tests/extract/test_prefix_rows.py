@@ -69,7 +69,8 @@ class Rank:
         assert sample.states_LTH is not None
         for rows in sample.staged:
             assert sample.states_LTH[:, rows.start : rows.stop].isnan().any(), "they were copied for nothing"
-            chunk = torch.stack([self.files[rows.chunks[f"{rows.start} {depth}"].name] for depth in range(L)])
+            staged = rows.files().chunks
+            chunk = torch.stack([self.files[staged[f"{rows.start} {depth}"].name] for depth in range(L)])
             sample.states_LTH[:, rows.start : rows.stop] = chunk
         chunks = {}
         for start in range(0, len(sample.prefix) * BLOCK - CHUNK + 1, CHUNK):
@@ -80,7 +81,8 @@ class Rank:
                 self.files[name] = sample.states_LTH[depth, start : start + CHUNK].clone()
                 chunks[f"{start} {depth}"] = SharedChunk(name, start, start + CHUNK, 1)
         digests_TL = np.stack([row_digests(rows_TH).numpy() for rows_TH in sample.states_LTH], axis=1)
-        self.prefixes.staged.learn(sample.prefix, chunks, digests_TL)
+        assert not any(rows.failed for rows in sample.promised)
+        self.prefixes.staged.learn(sample.prefix, sample.promised, chunks, digests_TL, digests_TL)
 
     def _count(self, _buffer: torch.Tensor) -> None:
         self.given_back += 1
@@ -173,7 +175,7 @@ def test_rows_are_copied_where_the_staged_ones_have_other_bits() -> None:
     chunks = {f"{depth}": SharedChunk("other", 0, CHUNK, 1) for depth in range(L)}
     digests_TL = rank.done["a"].digests_TL.copy()
     digests_TL[3, 1] += 1
-    rank.prefixes.staged.learn(prefix_names(a, BLOCK), chunks, digests_TL)
+    rank.prefixes.staged.learn(prefix_names(a, BLOCK), [], chunks, digests_TL, digests_TL)
     rank.step(("b", b, 16, 17))
     check(rank.done["b"], b)
     assert rank.done["b"].staged == []
@@ -183,7 +185,7 @@ def test_chunks_count_as_staged_at_all_depths_or_not_at_all() -> None:
     rank = Rank()
     digests_TL = np.zeros((8, L), np.int64)
     names = prefix_names([*range(8)], BLOCK)
-    rank.prefixes.staged.learn(names, {"0": SharedChunk("one depth", 0, CHUNK, 1)}, digests_TL)
+    rank.prefixes.staged.learn(names, [], {"0": SharedChunk("one depth", 0, CHUNK, 1)}, digests_TL, digests_TL)
     assert rank.prefixes.staged.find(names, 0, 8, digests_TL) == []
 
 
