@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 
 TICK = 1 / os.sysconf("SC_CLK_TCK")
+REST = "rest of the machine"
 
 
 class ProcessorTime:
@@ -39,7 +40,7 @@ class ProcessorTime:
         self._thread.join()
 
     def cores(self, begin: float, end: float) -> dict[str, float]:
-        """Cores that each group kept busy between two moments of :func:`time.time`, to the nearest readings."""
+        """Cores that each group, and :data:`REST`, kept busy between two moments of :func:`time.time`."""
         first, last = (min(self._readings, key=lambda each: abs(each[0] - moment)) for moment in (begin, end))
         seconds = last[0] - first[0]
         return {name: (spent - first[1].get(name, 0.0)) / seconds for name, spent in last[1].items()} if seconds else {}
@@ -69,7 +70,10 @@ class ProcessorTime:
         sums: dict[str, float] = {}
         for pid, spent in self._seconds.items():  # those that have ended, too
             sums[self._groups[pid]] = sums.get(self._groups[pid], 0.0) + spent
-        self._readings.append((time.time(), sums))
+        # user, nice, system, and both kinds of interrupts; idle and what waits for a disk are no work
+        fields = Path("/proc/stat").read_text().split(None, 8)[1:8]
+        busy = sum(int(fields[i]) for i in (0, 1, 2, 5, 6)) * TICK
+        self._readings.append((time.time(), sums | {REST: busy - sum(sums.values())}))
 
 
 def _chain(pid: int, parents: dict[int, int]) -> list[int] | None:
