@@ -27,6 +27,7 @@ from tasks.store.task import open_store, record_reused, require_room
 from tasks.tokenize.task import tokenize_data
 from tasks.vocabulary import Chunk
 
+LOOK_S = 4.0  # all shards are looked at together this often; a little less than each is looked at
 RUNNER: Any = ThreadPoolTaskRunner(max_workers=256)  # threads that wait, one for each shard
 
 
@@ -85,7 +86,9 @@ def extract_fleet(
         _, chunks = plan_for_nodes(wanted, checkpoint, run, Path(scratch), summary, only_failed, force)
         missing = [sample for chunk in chunks for sample in chunk.missing]
         shards = cut(run, missing, nodes)
-        issued = DeploymentNodes(deployment, shard_parameters(wanted, only_failed))
+        issued = DeploymentNodes(
+            deployment, shard_parameters(wanted, only_failed), states_s=LOOK_S, beats_s=silence_seconds / 8
+        )
         stop = threading.Event()
         try:
             futures = [run_shard.submit(shard, issued, attempts, silence_seconds, stop) for shard in shards]

@@ -3,9 +3,15 @@
     python -m infra.bench.fleet
     python -m infra.bench.fleet --namespaces     # as root: each node in a network namespace of its own
 
-A node is a Prefect worker with all its processes on one core, and an engine of its own. Both fill one store. The rate
-is that of the commits while all nodes commit, so that loading the engine is left out; the time of the whole run is
-printed beside it. The server and the fleet's own run share the nodes' cores where there are no others.
+A node is a Prefect worker with all its processes on one core, and an engine of its own. Both fill one store. Two nodes
+extract twice the samples of one. A node's rate is that from one of its commits to a later one, both while all nodes
+commit, so that loading the engine is left out; the rates of the nodes are added. Beside it are printed the tokens/s of
+the whole run with loading, and how many cores each group of processes kept busy while all nodes commit.
+
+The server and the fleet's own run share the nodes' cores where there are no others, so what they need is missing in the
+result. It is a fixed part, and some for each chunk, of any size: a chunk here is 12 samples, about 16 s of one core, a
+few hundred of the 65,536 tokens a chunk by default. With chunks of a second or two, the server's work for each of them
+would be measured instead.
 """
 
 import argparse
@@ -27,6 +33,7 @@ from prefect.logging.handlers import APILogWorker
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.config import Extraction
+from infra.bench.processor_time import ProcessorTime
 from infra.bench.server import prefect_server
 from tasks.plan.shards import cut
 from tasks.store import open as open_store
@@ -38,8 +45,8 @@ NETWORK = "10.199.7"
 BRIDGE = "layertap-bench"
 
 
-def write(directory: Path, model: str, samples: int, tokens: int) -> Extraction:
-    """A configuration with made-up samples."""
+def write(directory: Path, model: str, samples: int, tokens: int, chunk: int) -> Extraction:
+    """A configuration with made-up samples, so many in a chunk."""
     dice = random.Random(0)
     rows = [{"id": f"row-{i}", "input_ids": dice.choices(range(256), k=tokens)} for i in range(samples)]
     data = directory / "samples.jsonl"
@@ -50,7 +57,7 @@ def write(directory: Path, model: str, samples: int, tokens: int) -> Extraction:
             "layers": {"ids": [0, 2, 4, 5], "convention": "output"},
             "dtype": "float32",
             "data": {"path": str(data), "processes": 1},
-            "chunk_tokens": 4 * tokens,
+            "chunk_tokens": chunk * tokens,
             "store": str(directory / "store"),
             "engine": {
                 "max_model_len": tokens + 1,
@@ -65,24 +72,42 @@ def write(directory: Path, model: str, samples: int, tokens: int) -> Extraction:
     )
 
 
-def measure(wanted: Extraction, deployment: str, nodes: int, store: Path) -> tuple[float, float]:
-    """(tokens/s of the commits while all nodes commit, seconds of the whole run) with so many nodes."""
+def group(commands: list[str]) -> str:
+    """What a process belongs to, see :class:`ProcessorTime`."""
+    if not commands:
+        return "fleet"
+    if "worker start" in commands[0]:
+        return "worker" if len(commands) == 1 else "nodes"
+    return "server" if "server start" in commands[0] else "other"
+
+
+def measure(
+    wanted: Extraction, deployment: str, nodes: int, limit: int, chunk: int, store: Path, spent: ProcessorTime
+) -> tuple[float, float]:
+    """(tokens/s while all nodes commit, tokens/s of the whole run) of so many nodes."""
     from flows.fleet import extract_fleet
 
     began = time.perf_counter()
-    state: Any = extract_fleet(wanted, deployment, nodes, store=str(store), return_state=True)
+    state: Any = extract_fleet(wanted, deployment, nodes, limit=limit, store=str(store), return_state=True)
     seconds = time.perf_counter() - began
     assert state.is_completed(), state.result().lines()
-    reader = open_store(store)
-    shards = cut("bench", [PlannedSample(item.key, item.num_tokens, (0,)) for item in reader.listing()], nodes)
-    commits: list[list[tuple[float, int]]] = [[] for _ in shards]
-    for item in reader.listing():
-        moment = (store / "samples" / item.key[:2] / item.key / "zarr.json").stat().st_mtime
-        commits[next(i for i, shard in enumerate(shards) if item.key in shard)].append((moment, item.num_tokens))
-    # What a node's first commit brought was computed before it; when the first node is done, the others go on alone.
-    first = max(min(of_node)[0] for of_node in commits)
-    last = min(max(of_node)[0] for of_node in commits)
-    return sum(n for of_node in commits for moment, n in of_node if first < moment <= last) / (last - first), seconds
+    listing = list(open_store(store).listing())
+    shards = cut("bench", [PlannedSample(item.key, item.num_tokens, (0,)) for item in listing], nodes)
+    # When each chunk of a node was committed; a chunk's samples are, one after the other.
+    commits: list[list[float]] = []
+    for shard in shards:
+        files = (store / "samples" / item.key[:2] / item.key / "zarr.json" for item in listing if item.key in shard)
+        commits.append(sorted(file.stat().st_mtime for file in files)[chunk - 1 :: chunk])
+    # Before the first node's second commit and after another's last, not all nodes are known to compute.
+    first, last = max(of_node[0] for of_node in commits), min(of_node[-1] for of_node in commits)
+    rate = 0.0
+    for of_node in commits:
+        within = [moment for moment in of_node if first <= moment <= last]
+        rate += (len(within) - 1) * chunk * listing[0].num_tokens / (within[-1] - within[0])
+    cores = ", ".join(f"{name} {busy:.2f}" for name, busy in sorted(spent.cores(first, last).items()))
+    whole = sum(item.num_tokens for item in listing) / seconds
+    print(f"{nodes} nodes: {rate:.1f} tokens/s over {last - first:.0f} s; the whole run {whole:.1f}; cores: {cores}")
+    return rate, whole
 
 
 @contextmanager
@@ -119,16 +144,17 @@ def no_namespaces(names: list[str]) -> Iterator[dict[str, list[str]]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", choices=["smollm2", "llama"])
-    parser.add_argument("--samples", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--chunks", type=int, default=6, help="for each node")
+    parser.add_argument("--chunk", type=int, default=12, help="samples in a chunk")
+    parser.add_argument("--tokens", type=int, default=256, help="of a sample")
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--namespaces", action="store_true")
     args = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
     print(f"{platform.machine()}, {len(cores)} CPUs, load {os.getloadavg()[0]:.1f}")
     names = ["layertap-a", "layertap-b"]
     rates: dict[int, list[float]] = {1: [], 2: []}
-    times: dict[int, list[float]] = {1: [], 2: []}
+    wholes: dict[int, list[float]] = {1: [], 2: []}
     with (
         tempfile.TemporaryDirectory() as name,
         (namespaces if args.namespaces else no_namespaces)(names) as within,
@@ -136,24 +162,26 @@ def main() -> None:
         temporary_settings({PREFECT_API_URL: f"{address}/api"}),
     ):
         directory = Path(name)
-        wanted = write(directory, args.model, args.samples, args.tokens)
+        wanted = write(directory, args.model, 2 * args.chunks * args.chunk, args.tokens, args.chunk)
         deployment = deploy("bench", "flows/extract.py:extract")
         nodes = {node: [*within[node], *pinned(core)] for node, core in zip(names, cores, strict=False)}
-        with workers(address, "bench", nodes, directory, PREFECT_WORKER_QUERY_SECONDS="10"):  # Prefect's own
+        with (
+            ProcessorTime(group) as spent,
+            workers(address, "bench", nodes, directory, PREFECT_WORKER_QUERY_SECONDS="10"),  # Prefect's own
+        ):
             for number in range(args.rounds):
                 for count in rates:
-                    rate, seconds = measure(wanted, deployment, count, directory / f"store-{number}-{count}")
+                    store = directory / f"store-{number}-{count}"
+                    samples = count * args.chunks * args.chunk
+                    rate, whole = measure(wanted, deployment, count, samples, args.chunk, store, spent)
                     rates[count].append(rate)
-                    times[count].append(seconds)
-                    print(f"{count} nodes: {rate:.1f} tokens/s, the whole run {seconds:.1f} s", flush=True)
+                    wholes[count].append(whole)
         # What is not sent by now would wait for this server at the end of the process.
         APILogWorker.drain_all(timeout=30)
         EventsWorker.drain_all(timeout=30)
     ratio = statistics.median(rates[2]) / statistics.median(rates[1])
-    whole = statistics.median(times[1]) / statistics.median(times[2])
-    print(
-        f"two nodes do {ratio:.2f} times the tokens/s of one; the whole run, with loading, is {whole:.2f} times as fast"
-    )
+    whole = statistics.median(wholes[2]) / statistics.median(wholes[1])
+    print(f"two nodes do {ratio:.2f} times the tokens/s of one; the whole run, with loading, {whole:.2f} times")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from tasks.extract.capture import OWNER_VARIABLE
 from tasks.extract.checks import StartupError, check_gpus, vllm_version
 from tasks.extract.config import Engine
 from tasks.extract.devices import Devices, engine_devices
-from tasks.extract.logs import Receiver
+from tasks.extract.logs import Receiver, others_kept
 from tasks.extract.preflight import fitted, look
 from tasks.extract.receipts import Inbox
 from tasks.faults import PassingFault
@@ -225,7 +225,8 @@ class CaptureEngine:
     def _run(self) -> None:
         vllm_engine = None
         try:
-            vllm_engine = self._load()
+            with others_kept():
+                vllm_engine = self._load()
             self._watch()
             self._probe(vllm_engine)
             self._go_on(vllm_engine)

@@ -7,11 +7,13 @@ which sends each record through a socket to the process that owns the engine.
 import contextvars
 import json
 import logging
+import logging.config
 import os
 import socket
 import tempfile
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tasks.report.log import logger
@@ -47,6 +49,40 @@ def forward_own() -> None:
     """In a process of the engine: let this project's records take the same way as vLLM's."""
     if not any(isinstance(handler, Forwarder) for handler in logger.handlers):
         logger.addHandler(Forwarder())
+
+
+class _Beside(logging.config.DictConfigurator):
+    """Sets up what a configuration names, and leaves all other handlers and loggers of the process alone."""
+
+    def configure(self) -> None:
+        makers = {
+            "formatters": self.configure_formatter,
+            "filters": self.configure_filter,
+            "handlers": self.configure_handler,
+        }
+        for kind, make in makers.items():
+            for name, values in self.config.get(kind, {}).items():
+                self.config[kind][name] = make(values)
+        for name, values in self.config.get("loggers", {}).items():
+            self.configure_logger(name, values)
+        if "root" in self.config:
+            self.configure_root(self.config["root"])
+
+
+@contextmanager
+def others_kept() -> Iterator[None]:
+    """Within, a configuration of logging, such as vLLM's in the process that owns the engine, adds to what is there.
+
+    Python would flush and close all handlers of the process first, and hold logging's own lock meanwhile. Prefect's
+    handlers then wait for a thread that may wait for that lock, as it does to send a heartbeat: a run was seen to hang
+    like this for ever.
+    """
+    before = logging.config.dictConfigClass
+    logging.config.dictConfigClass = _Beside
+    try:
+        yield
+    finally:
+        logging.config.dictConfigClass = before
 
 
 class Receiver:

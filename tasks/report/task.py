@@ -28,7 +28,7 @@ from tasks.report.progress import Progress
 from tasks.report.summary import Summary, markdown_table
 from tasks.verify.audit import AuditReport
 
-PROGRESS_SECONDS = 3.0  # between two updates of what the UI shows
+PROGRESS_SECONDS = 10.0  # between two updates of what the UI shows, as between two lines in the log
 
 
 @contextmanager

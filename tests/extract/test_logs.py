@@ -1,13 +1,16 @@
 """Records of the engine's processes arrive in the owner's log."""
 
+import json
 import logging
+import logging.config
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from tasks.extract.logs import CONFIG_VARIABLE, SOCKET_VARIABLE, Forwarder, Receiver
+from tasks.extract.logs import CONFIG_VARIABLE, SOCKET_VARIABLE, Forwarder, Receiver, others_kept
 
 # As vLLM does it in each of its processes.
 CHILD = f"""
@@ -39,6 +42,30 @@ def test_records_of_another_process_arrive(caplog: pytest.LogCaptureFixture, mon
     assert "ZeroDivisionError" in second
     assert 10_000 < len(third) < 20_000, "a record of any size is cut, not lost"
     assert [record.levelno for record in caplog.records] == [logging.WARNING, logging.ERROR, logging.ERROR]
+
+
+def test_the_owner_s_own_handlers_are_neither_flushed_nor_closed(caplog: pytest.LogCaptureFixture) -> None:
+    called = []
+
+    class Handler(logging.NullHandler):
+        def flush(self) -> None:
+            called.append("flush")  # under the lock of logging, for which whoever is to be flushed may wait
+
+        def close(self) -> None:
+            called.append("close")
+
+    _handler = Handler()
+    receiver = Receiver()
+    try:
+        with others_kept():
+            logging.config.dictConfig(json.loads(Path(os.environ[CONFIG_VARIABLE]).read_text()))
+        logging.getLogger("vllm.core").error("from here")
+        assert [type(each) for each in logging.getLogger("vllm").handlers] == [Forwarder]
+    finally:
+        receiver.close()
+        logging.getLogger("vllm").handlers.clear()
+    assert messages(caplog) == ["MainProcess: from here"]
+    assert not called
 
 
 def test_a_user_s_own_configuration_stays(monkeypatch: pytest.MonkeyPatch) -> None:

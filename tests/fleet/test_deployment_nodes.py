@@ -75,6 +75,31 @@ def test_a_run_is_watched_by_its_state_and_its_heartbeats(deployment: str) -> No
     assert nodes.look(again) == Sight("cancelled", "its run was deleted")
 
 
+def test_all_runs_are_asked_for_at_once(deployment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_task, "EVENTS_AT_ONCE", 1)
+    nodes = DeploymentNodes(deployment, {})
+    runs = [nodes.issue(SHARD.model_copy(update={"index": index}), 1) for index in range(3)]
+    ids = [nodes._ids[run] for run in runs]
+    for each in ids:
+        set_state(each, Running())
+    beats = dict.fromkeys(runs, "")
+    for _ in range(2):  # of the second round, none hides the others
+        for each in ids:
+            beat(each)
+        beats = {run: seen_after(nodes, run, beats[run]) for run in runs}
+    assert len(set(beats.values())) == len(runs)
+
+    asked = DeploymentNodes(deployment, {}, states_s=1000, beats_s=1000)
+    asked._ids = dict(nodes._ids)
+    seen = asked.look(runs[0])
+    assert seen is not None
+    assert seen.state == "running"
+    with monkeypatch.context() as patch:
+        patch.setattr(fleet_task, "get_client", lambda **_: pytest.fail("they were asked for a moment ago"))
+        sights = [asked.look(run) for run in runs]
+    assert [sight and sight.state for sight in sights] == ["running"] * len(runs)
+
+
 def test_a_server_that_does_not_answer_tells_nothing(deployment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = DeploymentNodes(deployment, {})
     nodes._ids["run"] = UUID(int=1)
