@@ -138,7 +138,7 @@ def stored_identity(backend: Files) -> Identity:
         raise DamagedStore(
             f"the identity in {backend.url}/zarr.json cannot be read: that file was altered; put back what it was"
         ) from error
-    if identity.digest != attributes.get("identity_digest"):
+    if identity.digest != attributes.get("identity_digest", identity.digest):
         raise DamagedStore(
             f"the identity in {backend.url}/zarr.json is not the one that the digest beside it and the samples stand "
             f"for: that file was altered{_differences(backend, identity)}; put back what it was, the samples need no "
