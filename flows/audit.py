@@ -46,7 +46,7 @@ def audit(
     engine = Engine.model_validate(run.get("engine", {}))
     report = audit_store(reader, checkpoint, samples, reference, engine)
     report_audit(report, html)
-    message = f"{len(report.samples)} samples, {len(report.failed)} with problems"
+    message = "; ".join([f"{len(report.samples)} samples, {len(report.failed)} with problems", *report.store_problems])
     return (Completed if report.passed else Failed)(message=message, data=report)
 
 

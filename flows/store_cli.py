@@ -40,12 +40,14 @@ def register(app: typer.Typer, console: Console) -> None:
             )
         for key, problem in found.damaged.items():
             console.print(f"damaged {key}: {problem}", highlight=False, soft_wrap=True)
-        for problem in found.store_problems:
+        for problem in [*found.store_problems, *found.other_problems]:
             console.print(f"store: {problem}", highlight=False, soft_wrap=True)
         console.print(
             f"{found.samples} samples checked, {found.nbytes / 1e6:,.1f} MB read, {len(found.damaged)} damaged, "
             f"{len(found.unrecorded)} not in the manifest, {len(found.leftovers)} unfinished"
         )
+        for remedy in found.remedies(store):
+            console.print(remedy, highlight=False, soft_wrap=True, markup=False)
         if not found.ok:
             raise typer.Exit(1)
 

@@ -95,6 +95,7 @@ def lines(report: AuditReport) -> list[tuple[str, str]]:
         ("states", f"{states}, hidden size {identity.hidden_size}, {identity.dtype}"),
         ("samples", f"{len(report.samples)}, {sum(s.num_tokens for s in report.samples):,} tokens"),
         ("problems", f"{len(report.failed)} samples"),
+        *(("problem of the store", problem) for problem in report.store_problems),
         ("sampled tokens", report.proof_note or proofs),
     ]
     if report.rows_predicted:

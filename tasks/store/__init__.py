@@ -10,6 +10,7 @@
 from tasks.store.backend import Share
 from tasks.store.errors import (
     DamagedSample,
+    DamagedStore,
     IdentityMismatch,
     NoSpace,
     NotAStore,
@@ -26,6 +27,7 @@ from tasks.store.store import Quarantined, SourceRecord, StagedSample, Store
 
 __all__ = [
     "DamagedSample",
+    "DamagedStore",
     "FinalNorm",
     "IdentityMismatch",
     "Listed",

@@ -45,6 +45,14 @@ class DamagedSample(StoreError):
         self.problem = problem
 
 
+class ForeignSample(DamagedSample):
+    """A sample whose completion record names another identity than the store's root group."""
+
+
+class DamagedStore(StoreError):
+    """A file of the store outside of its samples is missing or altered; the message says what mends it."""
+
+
 class NoSpace(StoreError):
     """The planned samples do not fit."""
 
@@ -66,7 +74,7 @@ _LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 @contextmanager
-def storage_failures(path: object) -> Iterator[None]:
+def storage_failures(path: object, action: str = "write") -> Iterator[None]:
     """Turn what a file system refuses into :class:`StorageFailure` with advice.
 
     A missing or already present file is left as it is, since callers decide what that means.
@@ -80,4 +88,4 @@ def storage_failures(path: object) -> Iterator[None]:
             raise
         advice = _ADVICE.get(error.errno, error.strerror or str(error))
         lasting = error.errno in _LASTING
-        raise StorageFailure(f"cannot write {error.filename or path}: {advice}", lasting=lasting) from error
+        raise StorageFailure(f"cannot {action} {error.filename or path}: {advice}", lasting=lasting) from error

@@ -1,10 +1,12 @@
-"""Whether a committed sample is what was committed."""
+"""Whether a committed sample, and what the store has besides, is what was written."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 from tasks.store.backend import Backend, Files
-from tasks.store.errors import DamagedSample
-from tasks.store.layout import RECORD, Record, StateSpec, parse_record, sample_path
+from tasks.store.errors import DamagedSample, ForeignSample
+from tasks.store.final_norm import final_norm_problem
+from tasks.store.layout import RECORD, OtherIdentity, Record, StateSpec, is_group, parse_record, sample_path
 from tasks.vocabulary import Identity
 
 
@@ -17,10 +19,12 @@ def load_record(files: Files, key: str, identity: Identity) -> Record:
     """
     document = files.read(f"{sample_path(key)}/{RECORD}")
     try:
-        record = parse_record(document, StateSpec.of(identity))
+        record = parse_record(document, StateSpec.of(identity), identity.digest)
+    except OtherIdentity as error:
+        raise ForeignSample(key, str(error)) from error
     except ValueError as error:
         raise DamagedSample(key, str(error)) from error
-    if record.key != key or record.identity != identity.digest:
+    if record.key != key:
         raise DamagedSample(key, "its zarr.json belongs to another sample or store")
     return record
 
@@ -68,3 +72,24 @@ def _check_size(record: Record, path: str, expected: int, found: int | None) -> 
         raise DamagedSample(record.key, f"{path} is missing")
     if found != expected:
         raise DamagedSample(record.key, f"{path} has {found} bytes instead of {expected}")
+
+
+def altered_groups(files: Files) -> Iterator[str]:
+    """Paths of the group documents between the store and its samples that are missing or altered."""
+    groups = ["samples", *(f"samples/{name}" for name in files.names("samples") if name != RECORD)]
+    paths = [f"{group}/{RECORD}" for group in groups]
+    for path, document in zip(paths, files.read_all(paths), strict=True):
+        if not is_group(document):
+            yield path
+
+
+def store_problems(files: Files, attributes: Mapping[str, Any]) -> Iterator[str]:
+    """What is missing or altered outside of the samples and the manifest, each as a sentence.
+
+    Args:
+        files: of the store.
+        attributes: of its root group.
+    """
+    yield from (f"{path} is missing or altered" for path in altered_groups(files))
+    if (problem := final_norm_problem(files, attributes)) is not None:
+        yield problem

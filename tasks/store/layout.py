@@ -369,8 +369,12 @@ class Record:
         return *(size for size, _ in self.objects.values()), self.nbytes
 
 
-def parse_record(document: bytes, spec: StateSpec) -> Record:
-    """Parse a sample's ``zarr.json`` and check it against its own checksum.
+class OtherIdentity(ValueError):
+    """A completion record is in order, but not of the identity that was asked for."""
+
+
+def record_attributes(document: bytes) -> dict[str, Any]:
+    """Attributes of a sample's ``zarr.json``, which is checked against its own checksum.
 
     Raises:
         ValueError: not JSON, or not byte for byte what was committed.
@@ -386,6 +390,24 @@ def parse_record(document: bytes, spec: StateSpec) -> Record:
         raise ValueError("its zarr.json does not match the checksum within")
     if attributes["layout"] != LAYOUT:
         raise ValueError(f"it has layout {attributes['layout']}, this version reads {LAYOUT}")
+    return dict(attributes)
+
+
+def parse_record(document: bytes, spec: StateSpec, identity: str | None = None) -> Record:
+    """Parse a sample's ``zarr.json`` and check it against its own checksum.
+
+    Args:
+        document: its content.
+        spec: of the store.
+        identity: digest that it must name.
+
+    Raises:
+        OtherIdentity: it names another.
+        ValueError: not JSON, or not byte for byte what was committed.
+    """
+    attributes = record_attributes(document)
+    if identity is not None and attributes["identity"] != identity:
+        raise OtherIdentity("its zarr.json belongs to another sample or store")
     listed = attributes["objects"]
     paths = spec.files(attributes["num_tokens"])[:-1]
     if set(listed) != set(paths):

@@ -307,7 +307,18 @@ class LocalBackend:
         path = self._private / "writer.json"
         own = self._private / "shares" / f"{share.name}.json" if share else path
         with storage_failures(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            except (FileExistsError, NotADirectoryError):
+                raise StorageFailure(
+                    f"{self.root} is a file or below one; a store is a directory: name a new or an empty one",
+                    lasting=True,
+                ) from None
+            except FileNotFoundError as error:  # as the kernel's own file systems say it
+                raise StorageFailure(
+                    f"no directory can be made at {self.root}: {error.strerror}; choose another place for the store",
+                    lasting=True,
+                ) from None
             if self._descriptor is None:
                 self._descriptor = os.open(self._private, os.O_RDONLY)
                 weakref.finalize(self, os.close, self._descriptor)

@@ -2,24 +2,21 @@
 
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from tasks.store import layout
-from tasks.store.backend import Backend, Expected, open_backend
-from tasks.store.errors import DamagedSample, NoSpace, StoreError
-from tasks.store.integrity import checked_files, load_record, probe
+from tasks.store.backend import Expected, open_backend
+from tasks.store.errors import DamagedSample, ForeignSample, NoSpace
+from tasks.store.final_norm import final_norm_problem
+from tasks.store.integrity import altered_groups, checked_files, load_record
 from tasks.store.layout import PRIVATE, RECORD, Record, StateSpec, sample_path
-from tasks.store.manifest import Entry, Manifest, Source
-from tasks.store.reader import Reader
-from tasks.store.store import QUARANTINE, Store, stored_identity
-
-Progress = Callable[[int, int, int], None]
-"""Called as (samples done, samples in all, bytes read so far)."""
+from tasks.store.manifest import Entry, Manifest, keys_present
+from tasks.store.rebuild import Progress, Rebuilt, each
+from tasks.store.store import QUARANTINE, Store, describe, stored_identity
 
 # Bytes as computed / bytes stored that a plan may count on; real states do a little better.
 EXPECTED_RATIO = {"bfloat16": 1.4, "float32": 1.1, "float8_e4m3": 2.0}
@@ -111,7 +108,7 @@ def stats(url: str | os.PathLike[str]) -> Stats:
     """Counts, bytes and lengths of a store. Where samples share chunks, their files are looked at, too."""
     backend = open_backend(url)
     identity = stored_identity(backend)
-    manifest = Manifest(backend)
+    manifest = Manifest(backend).require_whole()
     entries = list(manifest.entries.values())
     lengths = np.array([entry.num_tokens for entry in entries], dtype=np.int64)
     tokens = int(lengths.sum())
@@ -151,15 +148,33 @@ class Verification:
     """Key -> what is wrong."""
     set_aside: list[str] = field(default_factory=list)
     unrecorded: list[str] = field(default_factory=list)
-    """Whole samples that the manifest does not list; `layertap repair` or the next run lists them."""
+    """Whole samples that the manifest does not list, so that no reader sees them; `layertap repair` lists them."""
     leftovers: list[str] = field(default_factory=list)
     """Keys with files but no completion record; `layertap gc` removes them."""
     store_problems: list[str] = field(default_factory=list)
     """Damage outside of samples; `layertap repair` mends it."""
+    other_problems: list[str] = field(default_factory=list)
+    """Damage of the final norm or of the root group; each sentence says what mends it."""
 
     @property
     def ok(self) -> bool:
-        return not (self.damaged or self.store_problems)
+        return not (self.damaged or self.unrecorded or self.store_problems or self.other_problems)
+
+    def remedies(self, url: str) -> Iterator[str]:
+        """What to do about it, a sentence for each kind of damage that a command mends."""
+        if self.set_aside:
+            yield (
+                f"{len(self.set_aside)} damaged samples were taken out of the store: extract again, and they come back"
+            )
+        elif self.damaged:
+            yield (
+                f"take the damaged samples out with `layertap verify {url} --set-aside` and extract again: the run "
+                "extracts them anew, and nothing else"
+            )
+        if self.unrecorded or self.store_problems:
+            yield f"`layertap repair {url}` rebuilds the manifest and what lies between it and the samples"
+        if self.leftovers:
+            yield f"`layertap gc {url}` removes the unfinished samples; no reader sees them"
 
 
 def verify(
@@ -182,17 +197,22 @@ def verify(
 
     Raises:
         NotAStore: there is none.
+        DamagedStore: the root group was altered; nothing is set aside then.
         StoreBusy: a run is writing, and ``set_aside`` was asked for.
     """
     backend = open_backend(url)
     identity = stored_identity(backend)
-    reader = Reader(url)
-    found = Verification(store_problems=list(_store_problems(backend, reader)))
-    listed = {item.key: item for item in reader.listing()}
-    keys = list(dict.fromkeys([*listed, *_keys_present(backend)]))
+    manifest = Manifest(backend)
+    listed = manifest.entries
+    altered = (f"{path} is missing or altered" for path in altered_groups(backend))
+    found = Verification(store_problems=[*manifest.problems, *altered])
+    if (problem := final_norm_problem(backend, describe(backend))) is not None:
+        found.other_problems.append(problem)
+    keys = list(dict.fromkeys([*listed, *keys_present(backend)]))
     passed = set(resume.read_text().split()) if resume and resume.exists() else set()
 
     whole: set[tuple[Hashable, int, int]] = set()
+    foreign: set[str] = set()
     lock = threading.Lock()
 
     def check(key: str) -> Record | str | None:
@@ -212,6 +232,8 @@ def verify(
         except FileNotFoundError:
             return "its directory or its zarr.json is missing" if key in listed else None
         except DamagedSample as error:
+            if isinstance(error, ForeignSample):
+                foreign.add(key)
             return error.problem
         if key in listed and sum(record.sizes) != listed[key].nbytes:
             return "it is another sample than the manifest lists"
@@ -221,7 +243,7 @@ def verify(
     try:
         remaining = [key for key in keys if key not in passed]
         found.samples = len(keys) - len(remaining)
-        for key, outcome in _each(check, remaining, workers):
+        for key, outcome in each(check, remaining, workers):
             found.samples += isinstance(outcome, Record | str)
             if isinstance(outcome, str):
                 found.damaged[key] = outcome
@@ -238,7 +260,17 @@ def verify(
     finally:
         if log:
             log.close()
-    if set_aside and found.damaged:
+    if found.unrecorded:  # a run may have listed them since
+        since = Manifest(backend).entries
+        found.unrecorded = [key for key in found.unrecorded if key not in since]
+    if foreign and found.samples == len(found.damaged):
+        # Then it is not the samples that are wrong.
+        found.damaged = {key: problem for key, problem in found.damaged.items() if key not in foreign}
+        found.other_problems.append(
+            f"all {len(foreign)} samples are of another identity than {backend.url}/zarr.json says: that file was "
+            "altered or replaced; put back what it was. Nothing is set aside"
+        )
+    elif set_aside and found.damaged:
         with Store.open(url, identity, run="verify") as store:
             for key in found.damaged:
                 store.backend.set_aside(key)
@@ -249,56 +281,10 @@ def verify(
     return found
 
 
-def _each(
-    action: Callable[[str], Record | str | None], keys: list[str], workers: int
-) -> Iterator[tuple[str, Record | str | None]]:
-    """Results of the action in the order they are done, with few keys under way at a time."""
-    remaining = iter(keys)
-    pending: dict[Future[Record | str | None], str] = {}
-    with ThreadPoolExecutor(workers, thread_name_prefix="verify") as pool:
-        try:
-            while True:
-                while len(pending) < 2 * workers and (key := next(remaining, None)) is not None:
-                    pending[pool.submit(action, key)] = key
-                if not pending:
-                    return
-                for done in wait(pending, return_when=FIRST_COMPLETED).done:
-                    yield pending.pop(done), done.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def _keys_present(backend: Backend) -> Iterator[str]:
-    """Keys that have a directory, committed or not."""
-    for shard in backend.names("samples"):
-        if shard != RECORD:
-            yield from filter(layout.is_key, backend.names(f"samples/{shard}"))
-
-
-def _store_problems(backend: Backend, reader: Reader) -> Iterator[str]:
-    for segment in Manifest(backend).damaged_segments:
-        yield f"a line of manifest segment {segment} is torn or altered"
-    groups = ["samples", *(f"samples/{name}" for name in backend.names("samples") if name != RECORD)]
-    for group, document in zip(groups, backend.read_all([f"{group}/{RECORD}" for group in groups]), strict=True):
-        if not layout.is_group(document):
-            yield f"{group}/{RECORD} is missing or altered"
-    try:
-        _ = reader.final_norm
-    except StoreError as error:
-        yield f"the final norm: {error}"
-
-
 @dataclass(frozen=True)
-class Repair:
+class Repair(Rebuilt):
     """What :func:`repair` did."""
 
-    samples: int
-    """Listed in the manifest now."""
-    added: int
-    """Of these, how many it did not list before."""
-    dropped: int
-    """Listed before, but not whole in the store."""
-    damaged: Mapping[str, str]
     groups: int
     """Group documents written again."""
 
@@ -312,47 +298,16 @@ def repair(url: str | os.PathLike[str], *, workers: int = 8, progress: Progress 
     Raises:
         StoreBusy: a run is writing to the store.
     """
-    backend = open_backend(url)
-    identity = stored_identity(backend)
+    identity = stored_identity(open_backend(url))
     with Store.open(url, identity, run="repair") as store:
         backend = store.backend
-        manifest = store.manifest
-        before = set(manifest.entries)
-        entries: dict[str, Entry] = {}
-        sources: dict[str, Source] = {}
-        damaged: dict[str, str] = {}
-
-        def check(key: str) -> Record | str | None:
-            try:
-                return probe(backend, key, identity)
-            except FileNotFoundError:
-                return None
-            except DamagedSample as error:
-                return error.problem
-
-        # In the manifest's order where it has one, so that positions stay what they were.
-        present = set(_keys_present(backend))
-        keys = [*(key for key in manifest.entries if key in present), *sorted(present - before)]
-        records: dict[str, Record] = {}
-        for number, (key, outcome) in enumerate(_each(check, keys, workers), 1):
-            if isinstance(outcome, Record):
-                records[key] = outcome
-            elif outcome is not None:
-                damaged[key] = outcome
-            if progress:
-                progress(number, len(keys), 0)
-        for key in filter(records.__contains__, keys):
-            entries[key] = Entry.of(records[key])
-            sources |= {source: Source(key, spans) for source, spans in records[key].sources.items()}
-        sources |= {name: source for name, source in manifest.sources.items() if source.key in entries}
-        manifest.entries, manifest.sources = entries, sources
-        manifest.rewrite()
+        done = store.rebuilt or store.rebuild_manifest(workers=workers, progress=progress)
         groups = 0
-        for group in ["samples", *sorted({f"samples/{key[:2]}" for key in present})]:
+        for group in ["samples", *sorted({f"samples/{key[:2]}" for key in keys_present(backend)})]:
             if not layout.is_group(next(backend.read_all([f"{group}/{RECORD}"]))):
                 backend.put(f"{group}/{RECORD}", layout.group_document())
                 groups += 1
-    return Repair(len(entries), len(entries.keys() - before), len(before - entries.keys()), damaged, groups)
+    return Repair(done.samples, done.added, done.dropped, done.damaged, groups)
 
 
 @dataclass(frozen=True)
@@ -384,7 +339,7 @@ def gc(url: str | os.PathLike[str]) -> Collection:
         nbytes = sum(backend.sizes(f"{PRIVATE}/damaged").values())
         backend.remove(f"{PRIVATE}/damaged")
         leftovers = 0
-        for key in _keys_present(backend):
+        for key in keys_present(backend):
             if key in store.manifest.entries or RECORD in (sizes := backend.sizes(sample_path(key))):
                 continue
             nbytes += sum(sizes.values())

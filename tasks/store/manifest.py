@@ -4,10 +4,16 @@ It is a log of batches. A batch is one line, ``<crc32c, 8 hex digits> <JSON>``, 
 is written last, after the samples it lists are committed; nothing in a segment is ever changed. Segments are
 read in the order of their names, and the latest line about a source id wins. The manifest speeds up what the
 samples' completion records say anyway, so it can be rebuilt from them.
+
+A segment appears whole or not at all, and the first one, without samples, is there before any sample is. So a writer
+that dies leaves samples that are not listed yet, but never a torn line, a gap in the segments' numbers, or samples
+beside no segment: those are damage, and what is read then is not taken for the whole. A line marked ``whole`` says all
+there is; it makes earlier ones void, so that those may go.
 """
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,10 +22,14 @@ import numpy as np
 import numpy.typing as npt
 
 from tasks.store.backend import Backend, Files
-from tasks.store.layout import PRIVATE, Record
+from tasks.store.errors import DamagedStore
+from tasks.store.layout import PRIVATE, RECORD, Record, is_key
 
 MANIFEST = f"{PRIVATE}/manifest"
+_FIRST = "00000000-created.jsonl"
+_SEGMENT = re.compile(r"(\d+)-.*\.jsonl")
 _SEGMENTS_BEFORE_MERGE = 256
+_ATTEMPTS = 5
 
 Spans = tuple[int, ...]
 """A loss mask as starts and ends of its supervised stretches: (s0, e0, s1, e1, ...)."""
@@ -72,9 +82,11 @@ class Batch:
 
     entries: dict[str, Entry] = field(default_factory=dict)
     sources: dict[str, Source] = field(default_factory=dict)
+    whole: bool = False
+    """Whether it says all there is, and earlier lines are void."""
 
     def to_line(self) -> bytes:
-        columns: dict[str, dict[str, list[Any]]] = {
+        columns: dict[str, Any] = {
             "samples": {
                 "key": list(self.entries),
                 "num_tokens": [e.num_tokens for e in self.entries.values()],
@@ -89,6 +101,8 @@ class Batch:
         }
         if any(e.error for e in self.entries.values()):
             columns["samples"]["error"] = [e.error for e in self.entries.values()]
+        if self.whole:
+            columns["whole"] = True
         content = json.dumps(columns, separators=(",", ":")).encode()
         return f"{google_crc32c.value(content):08x} ".encode() + content + b"\n"
 
@@ -98,7 +112,7 @@ class Batch:
         checksum, _, content = line.rstrip(b"\n").partition(b" ")
         if f"{google_crc32c.value(content):08x}".encode() != checksum:
             raise ValueError("a manifest line does not match its checksum")
-        columns: dict[str, dict[str, list[Any]]] = json.loads(content)
+        columns: dict[str, Any] = json.loads(content)
         samples, sources = columns["samples"], columns["sources"]
         errors = samples.get("error") or [None] * len(samples["key"])
         return cls(
@@ -113,6 +127,7 @@ class Batch:
                 source: Source(key, None if spans is None else tuple(spans))
                 for source, key, spans in zip(sources["id"], sources["key"], sources["mask"], strict=True)
             },
+            columns.get("whole", False),
         )
 
 
@@ -124,32 +139,71 @@ class Manifest:
         self._files = files
         self.entries: dict[str, Entry] = {}
         self.sources: dict[str, Source] = {}
-        self.damaged_segments: list[str] = []
-        """Segments with a line that is torn or altered; what the other lines say is kept."""
+        self.problems: list[str] = []
+        """What is torn, altered or lost; what the other lines say is kept."""
         self.segments: list[str] = []
-        for attempt in range(5):
+        self.load()
+
+    def load(self) -> None:
+        """Read all segments again."""
+        for attempt in range(1, _ATTEMPTS + 1):
+            # A writer may add and merge segments between the listing and the read, or while they are listed.
             try:
                 self._load()
-                break
-            except FileNotFoundError:  # a writer merged segments between the listing and the read
-                if attempt == 4:
+            except FileNotFoundError:
+                if attempt == _ATTEMPTS:
                     raise
+                continue
+            if not self.problems:
+                return
 
     def _load(self) -> None:
-        self.segments = self._files.names(MANIFEST)
-        self.entries, self.sources, self.damaged_segments = {}, {}, []
+        self.segments = [name for name in self._files.names(MANIFEST) if _SEGMENT.fullmatch(name)]
+        self.entries, self.sources, self.problems = {}, {}, []
         contents = self._files.read_all([f"{MANIFEST}/{name}" for name in self.segments])
+        last: int | None = None
         for name, content in zip(self.segments, contents, strict=True):
             if content is None:
                 raise FileNotFoundError(name)
-            for line in filter(None, content.split(b"\n")):
+            number = _number(name)
+            if last is not None and number > last + 1:
+                self.problems.append(f"manifest segments between number {last} and {number} are missing")
+            last = number
+            lines = list(filter(None, content.split(b"\n")))
+            if not lines:
+                self.problems.append(f"manifest segment {name} is empty")
+            for line in lines:
                 try:
                     batch = Batch.from_line(line)
                 except ValueError:
-                    self.damaged_segments.append(name)
+                    self.problems.append(f"a line of manifest segment {name} is torn or altered")
                     continue
+                if batch.whole:
+                    self.entries, self.sources, self.problems = {}, {}, []
                 self.entries.update(batch.entries)
                 self.sources.update(batch.sources)
+        if not self.segments and next(keys_present(self._files), None) is not None:
+            self.problems.append("there are samples, but no manifest")
+
+    def require_whole(self) -> "Manifest":
+        """Raise :class:`DamagedStore` where it does not list all that was recorded; else return the manifest."""
+        if self.problems:
+            raise DamagedStore(
+                f"{self._files.url} may hold more samples than its manifest lists: {'; '.join(self.problems)}. "
+                f"`layertap repair {self._files.url}` rebuilds the manifest from the samples"
+            )
+        return self
+
+
+def keys_present(files: Files) -> Iterator[str]:
+    """Keys that have a directory, committed or not."""
+    for shard in files.names("samples"):
+        if shard != RECORD:
+            yield from filter(is_key, files.names(f"samples/{shard}"))
+
+
+def _number(segment: str) -> int:
+    return int(segment.split("-")[0])
 
 
 class ManifestWriter(Manifest):
@@ -166,13 +220,18 @@ class ManifestWriter(Manifest):
         super().__init__(backend)
         self._backend = backend
         self._run = run
-        self._next = 1 + max((int(name.split("-")[0]) for name in self.segments), default=0)
-        if alone and len(self.segments) >= _SEGMENTS_BEFORE_MERGE and not self.damaged_segments:
+        self._next = 1 + max(map(_number, self.segments), default=0)
+        if alone and len(self.segments) >= _SEGMENTS_BEFORE_MERGE and not self.problems:
             self.rewrite()
+
+    def begin(self) -> None:
+        """Write the first segment; to be called before the first sample is committed."""
+        self._backend.put(f"{MANIFEST}/{_FIRST}", Batch(whole=True).to_line())
+        self.segments.append(_FIRST)
 
     def append(self, batch: Batch) -> None:
         """Write a batch as a new segment; it counts when this returns."""
-        if not (batch.entries or batch.sources):
+        if not (batch.entries or batch.sources or batch.whole):
             return
         name = f"{self._next:08d}-{self._run}.jsonl"
         self._backend.put(f"{MANIFEST}/{name}", batch.to_line())
@@ -184,7 +243,7 @@ class ManifestWriter(Manifest):
     def rewrite(self) -> None:
         """Replace all segments by one that says what is in memory."""
         old, self.segments = self.segments, []
-        self.append(Batch(self.entries, self.sources))
+        self.append(Batch(self.entries, self.sources, whole=True))
         for name in old:
             self._backend.remove(f"{MANIFEST}/{name}")
-        self.damaged_segments = []
+        self.problems = []

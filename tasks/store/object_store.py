@@ -41,6 +41,8 @@ from tasks.store.local import StagingArea
 IMPORTED_IN = os.getpid()
 """The process whose threads serve obstore; a forked child of it must not use this module."""
 
+#: What obstore knows of these is written to as well as read; a file:// URL is a local store.
+_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "https")
 _PARALLEL = 16
 _FEW = 4  # up to this many samples of a shard are looked up one by one; more, by listing the shard
 # Up to this many samples are looked up file by file; listing seven objects a sample takes long beyond that, and
@@ -61,8 +63,17 @@ def connect(url: str) -> Any:
     """An obstore store for a URL, configured from the environment alone."""
     if "@" in urlsplit(url).netloc:
         raise StoreError("credentials do not belong in the store's URL; set them in the environment")
+    scheme = urlsplit(url).scheme
+    if scheme not in _SCHEMES:
+        raise StoreError(
+            f"{url}: a store is a directory, or a URL that begins with one of {', '.join(f'{s}://' for s in _SCHEMES)}"
+        )
     plain_http = os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://")
-    return from_url(url, client_options={"allow_http": plain_http}, retry_config=_RETRIES)
+    try:
+        return from_url(url, client_options={"allow_http": plain_http}, retry_config=_RETRIES)
+    except (BaseError, ValueError) as error:
+        reason = str(error).split("\n", 1)[0]
+        raise StoreError(f"{url} cannot be used: {reason}. Correct the URL, or what the environment says") from None
 
 
 class ObjectBackend:

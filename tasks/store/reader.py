@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import google_crc32c
 import numpy as np
 import numpy.typing as npt
 from numcodecs import blosc
@@ -22,9 +21,9 @@ from tasks.store import layout
 from tasks.store.backend import Files, open_files
 from tasks.store.buffers import scratch
 from tasks.store.errors import DamagedSample, SampleNotFound
-from tasks.store.final_norm import FinalNorm
+from tasks.store.final_norm import FinalNorm, load_final_norm
 from tasks.store.fp8 import dequantize
-from tasks.store.integrity import checked_files, load_record
+from tasks.store.integrity import checked_files, load_record, store_problems
 from tasks.store.layout import Record, StateSpec
 from tasks.store.manifest import Manifest, Source, from_spans
 from tasks.store.store import QUARANTINE, RUNS, describe, stored_identity
@@ -121,6 +120,7 @@ class Reader:
 
         Raises:
             NotAStore: there is none, or one of a newer layout.
+            DamagedStore: its manifest or its root group is torn, altered or lost.
         """
         self.url = os.fspath(url)
         self.attributes = describe(self._files)
@@ -129,8 +129,12 @@ class Reader:
         self.refresh()
 
     def refresh(self) -> None:
-        """Read the manifest again."""
-        manifest = Manifest(self._files)
+        """Read the manifest again.
+
+        Raises:
+            DamagedStore: it is torn, altered or lost.
+        """
+        manifest = Manifest(self._files).require_whole()
         self._entries, self._sources = manifest.entries, manifest.sources
         self._keys = list(self._entries)
         self._by_key: dict[str, list[str]] = {}
@@ -197,14 +201,16 @@ class Reader:
 
     @cached_property
     def final_norm(self) -> FinalNorm | None:
-        """The model's norm after the last layer, where the extraction kept it."""
-        norm = self.attributes.get("final_norm")
-        if norm is None:
-            return None
-        data = _unseal(self._files.read(f"{norm['weight']}/c.0"))
-        if data is None:
-            raise DamagedSample("final_norm_weight", "it does not match its checksum")
-        return FinalNorm(np.frombuffer(data, dtype="<f4"), norm["eps"], norm["kind"])
+        """The model's norm after the last layer, where the extraction kept it.
+
+        Raises:
+            DamagedStore: it is missing or altered.
+        """
+        return load_final_norm(self._files, self.attributes)
+
+    def store_problems(self) -> list[str]:
+        """What is missing or altered outside of the samples; see :func:`tasks.store.integrity.store_problems`."""
+        return list(store_problems(self._files, self.attributes))
 
     # --- samples
 
@@ -361,11 +367,6 @@ class Reader:
     def _scratch(self, shape: tuple[int, int, int]) -> npt.NDArray[Any]:
         dtype = self.spec.stored_dtype
         return scratch("chunk", math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
-
-
-def _unseal(data: bytes) -> bytes | None:
-    content = data[:-4]
-    return content if google_crc32c.value(content).to_bytes(4, "little") == data[-4:] else None
 
 
 def open_store(url: str | os.PathLike[str]) -> Reader:

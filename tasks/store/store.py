@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,12 +32,21 @@ from pydantic import TypeAdapter
 
 from tasks.store import layout
 from tasks.store.backend import Backend, Files, Publication, Share, open_backend
-from tasks.store.errors import DamagedSample, IdentityMismatch, NotAStore, StoreBusy, StoreError, storage_failures
-from tasks.store.final_norm import FinalNorm
+from tasks.store.errors import (
+    DamagedSample,
+    DamagedStore,
+    IdentityMismatch,
+    NotAStore,
+    StoreBusy,
+    StoreError,
+    storage_failures,
+)
+from tasks.store.final_norm import WEIGHT, FinalNorm, final_norm_problem, load_final_norm, weight_documents
 from tasks.store.integrity import probe
 from tasks.store.layout import PRIVATE, RECORD, StateSpec, sample_path
-from tasks.store.manifest import Batch, Entry, ManifestWriter, Source, Spans, to_spans
+from tasks.store.manifest import Batch, Entry, ManifestWriter, Source, Spans, keys_present, to_spans
 from tasks.store.provenance import environment, without_secrets
+from tasks.store.rebuild import Progress, Rebuilt, rebuild
 from tasks.store.stage import write_file
 from tasks.vocabulary import Identity, Objects
 
@@ -44,6 +54,7 @@ FORMAT = "layertap"
 QUARANTINE = f"{PRIVATE}/quarantine"
 FAILED = f"{PRIVATE}/failed"
 RUNS = f"{PRIVATE}/runs"
+_FEW = 8
 _SAFE_RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -92,25 +103,64 @@ def describe(backend: Files) -> dict[str, Any]:
 
     Raises:
         NotAStore: no store there, or one of a newer layout.
+        StorageFailure: the place cannot be read.
     """
     try:
-        attributes = json.loads(backend.read(RECORD))["attributes"]
+        with storage_failures(backend.url, "read"):
+            attributes = json.loads(backend.read(RECORD))["attributes"]
     except FileNotFoundError:
         raise NotAStore(f"there is no store at {backend.url}") from None
+    except NotADirectoryError:
+        raise NotAStore(f"{backend.url} is a file or below one; a store is a directory: name that") from None
     except (ValueError, KeyError, TypeError):
         raise NotAStore(f"{backend.url}/zarr.json is not the root of a layertap store") from None
-    if attributes.get("format") != FORMAT:
+    if not isinstance(attributes, dict) or attributes.get("format") != FORMAT:
         raise NotAStore(f"{backend.url} is a Zarr group, but not a layertap store")
-    if attributes["layout"] != layout.LAYOUT:
+    if attributes.get("layout") != layout.LAYOUT:
         raise NotAStore(
-            f"{backend.url} has layout {attributes['layout']}, this version reads {layout.LAYOUT}: use a newer layertap"
+            f"{backend.url} has layout {attributes.get('layout')}, this version reads {layout.LAYOUT}: use a newer "
+            "layertap"
         )
     return dict(attributes)
 
 
 def stored_identity(backend: Files) -> Identity:
-    """Identity of the extraction that a store holds."""
-    return TypeAdapter(Identity).validate_python(describe(backend)["identity"])
+    """Identity of the extraction that a store holds.
+
+    Raises:
+        NotAStore: no store there, or one of a newer layout.
+        DamagedStore: its root group was altered.
+    """
+    attributes = describe(backend)
+    try:
+        identity = TypeAdapter(Identity).validate_python(attributes["identity"])
+    except (ValueError, KeyError) as error:
+        raise DamagedStore(
+            f"the identity in {backend.url}/zarr.json cannot be read: that file was altered; put back what it was"
+        ) from error
+    if identity.digest != attributes.get("identity_digest", identity.digest):
+        raise DamagedStore(
+            f"the identity in {backend.url}/zarr.json is not the one that the digest beside it and the samples stand "
+            f"for: that file was altered{_differences(backend, identity)}; put back what it was, the samples need no "
+            "change"
+        )
+    return identity
+
+
+def _differences(files: Files, identity: Identity) -> str:
+    """In which fields the root's identity differs from what a sample's record says, as far as that says it."""
+    paths = [f"{sample_path(key)}/{RECORD}" for key in islice(keys_present(files), _FEW)]
+    for document in files.read_all(paths):
+        try:
+            recorded = layout.record_attributes(document or b"")
+        except ValueError:
+            continue
+        ours = {"depths": list(identity.depths), "dtype": identity.dtype, "stored_as": identity.stored_as}
+        found = [
+            f"{name} {value} instead of {recorded[name]}" for name, value in ours.items() if value != recorded[name]
+        ]
+        return f" ({', '.join(found)})" if found else ""
+    return ""
 
 
 class Store:
@@ -129,6 +179,8 @@ class Store:
         self._staging: Path | None = None
         self._provenance: tuple[str, dict[str, Any]] | None = None
         self._closed = False
+        self.rebuilt: Rebuilt | None = None
+        """What became of the manifest where it was found damaged on opening."""
         try:
             self.collected = backend.collect_staging(alone=share is None)
             self.manifest = ManifestWriter(backend, f"{run}-{share.name}" if share else run, alone=share is None)
@@ -162,7 +214,7 @@ class Store:
             identity: What the samples of the store have in common.
             run: Name of the run, for provenance and for whoever finds the store busy.
             share: Write together with the other shares of its group; alone when absent.
-            final_norm: Stored on creation.
+            final_norm: Stored on creation, and again where its files are found missing or altered.
             wait_s: How long to wait for another run to let go of the store.
             staging_dir: Where to stage for an object store; needs room for the samples that are extracted but not
                 yet committed. The system's temporary directory by default. A local store stages inside itself.
@@ -171,6 +223,9 @@ class Store:
             IdentityMismatch: the store holds another extraction; says which fields differ, and both values.
             StoreBusy: another run is writing to it.
             StorageFailure: the place cannot be written to.
+            NotAStore: something else is there.
+            DamagedStore: the store's manifest is lost, and a share, which is not alone with the store, cannot rebuild
+                it; or its root group was altered.
         """
         for name in (run, *((share.group, share.name) if share else ())):
             if not _SAFE_RUN.fullmatch(name):
@@ -179,8 +234,14 @@ class Store:
         try:
             _refuse_other(backend, identity)
         except NotAStore:
-            if RECORD in backend.names(""):
+            names = set(backend.names(""))
+            if RECORD in names:
                 raise
+            # A run that died while it created the store has left the private directory, and some of these.
+            if names and not (PRIVATE in names and names <= {PRIVATE, "samples", WEIGHT}):
+                raise NotAStore(
+                    f"{backend.url} is not empty, and no store: name a new or an empty directory for the store"
+                ) from None
         deadline = time.monotonic() + wait_s
         while True:
             try:
@@ -192,6 +253,9 @@ class Store:
                 time.sleep(min(1.0, max(0.01, deadline - time.monotonic())))
         try:
             store._create(final_norm)
+            store._see_to_manifest()
+            if final_norm is not None:
+                store._see_to_final_norm(final_norm)
         except BaseException:
             store.close()
             raise
@@ -219,14 +283,41 @@ class Store:
             "created": _now(),
         }
         if final_norm is not None:
-            attributes["final_norm"] = {"kind": final_norm.kind, "eps": final_norm.eps, "weight": "final_norm_weight"}
-            for path, data in layout.array_documents(
-                np.asarray(final_norm.weight, dtype=np.float32), ["hidden"], {}
-            ).items():
-                documents[f"final_norm_weight/{path}"] = data
+            attributes["final_norm"] = {"kind": final_norm.kind, "eps": final_norm.eps, "weight": WEIGHT}
+            documents |= weight_documents(final_norm.weight)
         documents[f"samples/{RECORD}"] = layout.group_document()
         self.backend.put_all(documents)
         self.backend.put(RECORD, layout.root_document(attributes))
+
+    def _see_to_manifest(self) -> None:
+        """Begin the manifest of a new store, and rebuild one that is damaged, so that it lists all that is there."""
+        if not self.manifest.segments:
+            self.manifest.load()  # another share may have begun it since
+        if not self.manifest.segments and not self.manifest.problems:
+            self.manifest.begin()
+        if not self.manifest.problems:
+            return
+        if self.share is None:
+            self.rebuilt = self.rebuild_manifest()
+        elif not self.manifest.segments:
+            # What a share adds would pass for the whole manifest.
+            self.manifest.require_whole()
+
+    def rebuild_manifest(self, *, workers: int = 8, progress: Progress | None = None) -> Rebuilt:
+        """Let the manifest list the samples that are there whole; only for a run that is alone with the store."""
+        with self._lock:
+            return rebuild(self.backend, self.identity, self.manifest, workers=workers, progress=progress)
+
+    def _see_to_final_norm(self, given: FinalNorm) -> None:
+        """Write the norm's weight again where its files are not what was written."""
+        attributes = describe(self.backend)
+        if attributes.get("final_norm") is None:
+            return
+        if final_norm_problem(self.backend, attributes) is None:
+            stored = load_final_norm(self.backend, attributes)
+            if stored is not None and np.array_equal(stored.weight, np.asarray(given.weight, dtype=np.float32)):
+                return
+        self.backend.put_all(weight_documents(given.weight))
 
     def __enter__(self) -> "Store":
         return self

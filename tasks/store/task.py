@@ -35,7 +35,7 @@ def open_store(
         wait: Wait a while for others to let go of the store, as a shard always does.
     """
     weight, eps = final_norm(checkpoint)
-    return Store.open(
+    store = Store.open(
         url,
         identity,
         run=run,
@@ -43,6 +43,12 @@ def open_store(
         final_norm=FinalNorm(weight, eps),
         wait_s=SHARE_WAIT_S if shard or wait else 0.0,
     )
+    if store.rebuilt is not None:
+        logger.warning(
+            f"the manifest of {store.url} was damaged and is rebuilt from the samples: {store.rebuilt.samples} are "
+            f"listed, {store.rebuilt.added} of them again"
+        )
+    return store
 
 
 def record_reused(chunks: Sequence[Chunk], table: SampleTable, store: Store) -> int:

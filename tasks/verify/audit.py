@@ -87,6 +87,8 @@ class AuditReport:
     """Why no token was proved, where none was."""
     reference: str | None = None
     tolerance: Tolerance | None = None
+    store_problems: list[str] = field(default_factory=list)
+    """What is wrong with the store's files outside of the samples, or with the store as a whole."""
 
     @property
     def failed(self) -> list[Audited]:
@@ -94,8 +96,8 @@ class AuditReport:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing is wrong with any sample that is in the store."""
-        return not self.failed
+        """Whether the store has samples, and nothing is wrong with any of them or with the files beside them."""
+        return bool(self.samples) and not self.failed and not self.store_problems
 
     def proofs(self, outcome: Outcome) -> int:
         return sum(s.proof is not None and s.proof.outcome == outcome for s in self.samples)
@@ -153,6 +155,9 @@ def audit(
     identity = reader.identity
     tolerance = TOLERANCES[identity.dtype if identity.stored_as == "exact" else identity.stored_as]
     report = AuditReport(reader.url, identity, [], list(reader.quarantined()), reference=reference)
+    report.store_problems += reader.store_problems()
+    if not len(reader):
+        report.store_problems.append("it has no samples, so nothing was proved")
     if head is None:
         report.proof_note = f"the store has no r_{identity.num_layers}"
     if recompute is not None:

@@ -5,16 +5,18 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
+import numpy as np
 from prefect import task
 from prefect.artifacts import create_table_artifact
 from prefect.cache_policies import NO_CACHE
 
 from tasks.extract.config import Engine
-from tasks.model import Checkpoint, ModelError
+from tasks.model import Checkpoint, ModelError, final_norm
 from tasks.report.log import logger
 from tasks.report.picture import Profiles
 from tasks.report.shape_audit import audit_rows
 from tasks.samples import SampleTable
+from tasks.store.errors import DamagedStore
 from tasks.store.reader import Reader
 from tasks.verify.audit import AuditError, AuditReport, Recompute, audit, open_head
 from tasks.verify.examine import Examiner
@@ -96,7 +98,18 @@ def audit_store(
     with _reference(reference, reader, checkpoint, engine or Engine()) as recompute:
         report = audit(reader, head, samples=samples, reference=reference, recompute=recompute)
     report.proof_note = note or report.proof_note
+    if _has_other_norm(reader, checkpoint):
+        report.store_problems.append("its final norm is not the checkpoint's")
     return report
+
+
+def _has_other_norm(reader: Reader, checkpoint: Checkpoint) -> bool:
+    """Whether the store's final norm, where it has one that is whole, differs from the checkpoint's."""
+    try:
+        stored, (weight, eps) = reader.final_norm, final_norm(checkpoint)
+    except (DamagedStore, ModelError):
+        return False
+    return stored is not None and (stored.eps != eps or not np.array_equal(stored.weight, weight))
 
 
 def _reference(name: Reference | None, reader: Reader, checkpoint: Checkpoint, engine: Engine) -> Any:

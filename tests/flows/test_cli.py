@@ -1,6 +1,7 @@
 """The command line: what it prints and how it ends."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,19 @@ def test_verify_passes_on_a_whole_store_and_names_the_damaged_sample(filled: Pat
     assert code == 1
     assert "1 damaged" in output
     assert f"damaged {IDENTITY.key(np.arange(9))}" in output
+    assert f"`layertap verify {filled} --set-aside` and extract again" in output.splitlines()[-1]
+    code, output = invoke("verify", filled, "--set-aside")
+    assert code == 1
+    assert output.splitlines()[-1].startswith("1 damaged samples were taken out of the store: extract again")
+    assert invoke("verify", filled)[0] == 0
+
+
+def test_verify_fails_on_samples_that_are_not_in_the_manifest(filled: Path) -> None:
+    shutil.rmtree(filled / ".layertap")
+    code, output = invoke("verify", filled)
+    assert code == 1
+    assert "2 not in the manifest" in output
+    assert output.splitlines()[-1].startswith(f"`layertap repair {filled}` rebuilds the manifest")
 
 
 def test_repair_lists_samples_whose_manifest_was_lost(filled: Path) -> None:

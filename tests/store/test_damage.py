@@ -1,16 +1,19 @@
 """Every flipped byte, every truncation and every missing file is found, by reader and verify alike."""
 
+import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tasks.store
-from tasks.store import DamagedSample, Reader, Store
+from tasks.store import DamagedSample, DamagedStore, Reader, Store
 from tasks.store.layout import sample_path
-from tasks.store.maintenance import verify
+from tasks.store.maintenance import gc, stats, verify
 from tests.store.samples import fill, identity, make
 
 LENGTHS = (1, 5, 514)
@@ -114,3 +117,48 @@ def test_one_sample_in_the_place_of_another(reader: Reader, tmp_path: Path) -> N
     shutil.copytree(second, first)
     assert is_refused(tasks.store.open(copy), 0)
     assert list(verify(copy).damaged) == [reader.keys[0]]
+
+
+def edit_root(store: Path, **changes: Any) -> None:
+    document = json.loads((store / "zarr.json").read_text())
+    document["attributes"] |= changes
+    (store / "zarr.json").write_text(json.dumps(document))
+
+
+def test_an_altered_root_is_named_and_costs_no_sample(tmp_path: Path) -> None:
+    samples = [make(identity(), n) for n in LENGTHS]
+    with Store.open(tmp_path, identity()) as store:
+        fill(store, samples)
+    other = identity(depths=(3, 16, 28, 30))
+    edit_root(tmp_path, identity=asdict(other))
+    for act in (
+        tasks.store.open,
+        stats,
+        gc,
+        verify,
+        lambda url: verify(url, set_aside=True),
+        lambda url: Store.open(url, identity()),
+    ):
+        with pytest.raises(DamagedStore, match="put back what it was, the samples need no change") as refusal:
+            act(tmp_path)
+        assert "depths [3, 16, 28, 30] instead of [3, 15, 28, 30]" in str(refusal.value)
+    edit_root(tmp_path, identity={"model": 1})
+    with pytest.raises(DamagedStore, match=r"the identity in .*zarr\.json cannot be read"):
+        tasks.store.open(tmp_path)
+    edit_root(tmp_path, identity=asdict(identity()))
+    assert verify(tmp_path).ok
+
+
+@pytest.mark.parametrize("changes", [{"depths": (3, 16, 28, 30)}, {"hidden_size": 64}, {"model": "hub:other"}])
+def test_a_root_that_was_replaced_sets_no_sample_aside(tmp_path: Path, changes: dict[str, Any]) -> None:
+    with Store.open(tmp_path, identity()) as store:
+        fill(store, [make(identity(), n) for n in LENGTHS])
+    other = identity(**changes)
+    edit_root(tmp_path, identity=asdict(other), identity_digest=other.digest)
+    found = verify(tmp_path, set_aside=True)
+    assert (found.ok, found.damaged, found.set_aside) == (False, {}, [])
+    (problem,) = found.other_problems
+    assert problem.startswith("all 3 samples are of another identity than")
+    assert "Nothing is set aside" in problem
+    edit_root(tmp_path, identity=asdict(identity()), identity_digest=identity().digest)
+    assert verify(tmp_path).ok

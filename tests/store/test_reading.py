@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,9 +20,9 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import tasks.store
-from tasks.store import DamagedSample, FinalNorm, NoSpace, SourceRecord, StorageFailure, Store
+from tasks.store import DamagedSample, DamagedStore, FinalNorm, NoSpace, SourceRecord, StorageFailure, Store
 from tasks.store.dataset import LengthBucketedBatches, SampleDataset, collate
-from tasks.store.layout import sample_path
+from tasks.store.layout import sample_path, seal
 from tasks.store.maintenance import preflight, stats, verify
 from tasks.store.relay import Relay
 from tests.store.samples import Made, fill, identity, make, stage
@@ -210,9 +212,43 @@ def test_the_final_norm(tmp_path: Path) -> None:
     np.testing.assert_array_equal(norm.weight, weight)
     assert (norm.eps, norm.kind) == (1e-5, "rms")
     np.testing.assert_array_equal(zarr.open_group(tmp_path, mode="r")["final_norm_weight"][:], weight)
-    file = tmp_path / "final_norm_weight/c.0"
-    file.write_bytes(b"\0" + file.read_bytes()[1:])
-    assert not verify(tmp_path).ok
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "document", "directory", "other values"])
+def test_a_damaged_final_norm_is_named_and_written_again_by_the_next_run(tmp_path: Path, damage: str) -> None:
+    norm = FinalNorm(np.linspace(0.1, 2, 32, dtype=np.float32), 1e-5)
+    with Store.open(tmp_path, identity(), final_norm=norm) as store:
+        fill(store, [make(identity(), 5)])
+    directory = tmp_path / "final_norm_weight"
+    before = {path.name: path.read_bytes() for path in directory.iterdir()}
+    if damage == "directory":
+        shutil.rmtree(directory)
+    elif damage == "remove":
+        (directory / "c.0").unlink()
+    elif damage == "document":
+        (directory / "zarr.json").write_bytes(before["zarr.json"].replace(b"float32", b"float64"))
+    elif damage == "other values":
+        (directory / "c.0").write_bytes(seal(np.ones(32, dtype="<f4").tobytes()))
+    else:
+        (directory / "c.0").write_bytes(before["c.0"][:-1] if damage == "truncate" else b"\0" + before["c.0"][1:])
+    reader = tasks.store.open(tmp_path)
+    if damage != "other values":
+        (problem,) = verify(tmp_path).other_problems
+        assert reader.store_problems() == [problem]
+        assert re.fullmatch(
+            r"final_norm_weight/(c\.0|zarr\.json) (is missing|is not what was written); the next run that extracts "
+            "into this store writes it again, from the checkpoint",
+            problem,
+        )
+        if damage != "document":
+            with pytest.raises(DamagedStore, match="the next run that extracts into this store"):
+                _ = reader.final_norm
+    with Store.open(tmp_path, identity()):  # has no checkpoint
+        pass
+    with Store.open(tmp_path, identity(), final_norm=norm):
+        pass
+    assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
+    assert verify(tmp_path).ok
 
 
 def test_figures_of_a_store(tmp_path: Path) -> None:

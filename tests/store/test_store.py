@@ -13,6 +13,7 @@ import pytest
 import tasks.store
 from tasks.store import (
     DamagedSample,
+    FinalNorm,
     IdentityMismatch,
     NotAStore,
     SampleNotFound,
@@ -223,6 +224,49 @@ def test_something_else_at_the_place_is_refused(tmp_path: Path) -> None:
     for opener in (tasks.store.open, lambda p: Store.open(p, identity())):
         with pytest.raises(NotAStore, match="not a layertap store"):
             opener(tmp_path)
+
+
+def test_a_directory_of_something_else_stays_as_it_is(tmp_path: Path) -> None:
+    for number, names in enumerate((["notes.txt"], ["samples"], [".layertap", "samples", "notes.txt"])):
+        place = tmp_path / str(number)
+        for name in names:
+            (place / name).mkdir(parents=True)
+        with pytest.raises(NotAStore, match="is not empty, and no store: name a new or an empty directory"):
+            Store.open(place, identity())
+        assert sorted(path.name for path in place.iterdir()) == sorted(names)
+    (tmp_path / "empty").mkdir()
+    Store.open(tmp_path / "empty", identity()).close()
+
+
+def test_a_store_that_was_interrupted_in_its_creation_opens(tmp_path: Path) -> None:
+    sample = make(identity(), 5)
+    with Store.open(tmp_path, identity(), final_norm=FinalNorm(np.ones(32, np.float32), 1e-5)):
+        pass
+    (tmp_path / "zarr.json").unlink()
+    with pytest.raises(NotAStore, match="there is no store"):
+        tasks.store.open(tmp_path)
+    with Store.open(tmp_path, identity()) as store:
+        fill(store, [sample])
+    assert tasks.store.open(tmp_path).keys == [sample.key]
+
+
+@pytest.mark.parametrize("below", ["", "below"])
+def test_a_file_in_the_place_of_a_store_is_named(tmp_path: Path, below: str) -> None:
+    place = tmp_path / "file" / below
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(NotAStore, match="is a file or below one; a store is a directory: name that"):
+        tasks.store.open(place)
+    with pytest.raises(StorageFailure, match="is a file or below one; a store is a directory: name a new or an empty"):
+        Store.open(place, identity())
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_place_that_cannot_be_made_is_named() -> None:
+    with pytest.raises(StorageFailure, match=r"no directory can be made at /proc/store: .*; choose another place"):
+        Store.open("/proc/store", identity())
+    for opener in (tasks.store.open, lambda p: Store.open(p, identity())):
+        with pytest.raises(StorageFailure, match=r"cannot read .*: File name too long"):
+            opener("x" * 300)
 
 
 def test_one_run_writes_at_a_time(tmp_path: Path) -> None:

@@ -22,14 +22,16 @@ from flows.cli import app
 from infra.assets.chats import demo_chats
 from tasks.digest import row_digests, sample_digest
 from tasks.layers import Layers
-from tasks.model import Checkpoint, read
+from tasks.model import Checkpoint, final_norm, read
 from tasks.report.audit_page import lines, page, rows, terminal
-from tasks.store import SourceRecord, StagedSample, Store
+from tasks.store import FinalNorm, SourceRecord, StagedSample, Store
 from tasks.store import open as open_store
+from tasks.store.layout import seal
 from tasks.store.stage import stage_states
 from tasks.verify.audit import AuditError, AuditReport, audit, open_head
 from tasks.verify.proof import Head
 from tasks.verify.reference import residual_states
+from tasks.verify.task import audit_store
 from tasks.vocabulary import Identity
 from tests.checkpoints import checkpoint_path
 
@@ -56,7 +58,8 @@ class Extracted:
 
     def store(self, path: Path, samples: Sequence[Made] | None = None) -> Path:
         """Commit samples, each with a loss mask of ones and what the verification would have recorded."""
-        with Store.open(path, self.identity, run="test") as store:
+        norm = FinalNorm(*final_norm(self.checkpoint))
+        with Store.open(path, self.identity, run="test", final_norm=norm) as store:
             staged, sources = [], []
             for number, made in enumerate(samples or self.samples):
                 key, mask = self.identity.key(made.ids), np.ones(len(made.ids), bool)
@@ -141,6 +144,33 @@ def test_one_flipped_byte_is_reported(good: Path, tmp_path: Path) -> None:
     report = audit(open_store(path), None)
     assert reasons(report) == {"chat-4": {"damaged"}}
     assert "does not match its checksum" in report.failed[0].problems[0].detail
+
+
+@pytest.mark.parametrize("damage", ["flip", "remove", "other values"])
+def test_a_damaged_final_norm_is_reported(good: Path, tmp_path: Path, extracted: Extracted, damage: str) -> None:
+    path = Path(shutil.copytree(good, tmp_path / "s"))
+    file = path / "final_norm_weight/c.0"
+    content = bytearray(file.read_bytes())
+    content[5] ^= 1
+    if damage == "remove":
+        file.unlink()
+    else:
+        file.write_bytes(content if damage == "flip" else seal(bytes(content[:-4])))
+    report = audit_store.fn(open_store(path), extracted.checkpoint)
+    assert (report.passed, report.failed) == (False, [])
+    (problem,) = report.store_problems
+    assert ("final norm is not the checkpoint's" if damage == "other values" else "writes it again") in problem
+    assert problem in page(report).replace("&#x27;", "'")
+    assert "failed" in str(terminal(report).title)
+
+
+def test_an_audit_of_no_samples_does_not_pass(extracted: Extracted, tmp_path: Path) -> None:
+    with Store.open(tmp_path / "s", extracted.identity):
+        pass
+    report = audit(open_store(tmp_path / "s"), None)
+    assert not report.passed
+    assert report.store_problems == ["it has no samples, so nothing was proved"]
+    assert "failed" in str(terminal(report).title)
 
 
 def test_two_samples_whose_files_were_swapped_are_reported(good: Path, tmp_path: Path) -> None:
