@@ -22,6 +22,7 @@ from flows.terminal import (
     load,
     log_to_terminal,
     outcome,
+    require_prefect,
     show_extraction,
     stop,
 )
@@ -66,10 +67,11 @@ def extract(
     shuffle_seed: ShuffleSeed = None,
     only_failed: OnlyFailed = False,
 ) -> None:
-    """Extract the hidden states that the store lacks. Ends with 0 only if everything asked for is in the store."""
+    """Extract the hidden states that the store lacks. Ends with 0 only if all usable rows are in it."""
     extraction = load(preset)
     from flows.extract import extract as flow  # Prefect takes seconds to import; a bad preset need not wait for it
 
+    require_prefect()
     log_to_terminal()
     show_extraction(
         flow(extraction, dataset, limit, store, chunk_tokens, force, shuffle_seed, only_failed, return_state=True)
@@ -132,6 +134,7 @@ def audit(
         raise stop(ValueError("--samples says how many to recompute; choose how with --reference hf or solo"))
     from flows.audit import audit as flow
 
+    require_prefect()
     log_to_terminal()
     report: Any = outcome(flow(store, model, reference, samples, html, return_state=True))
     from tasks.report.audit_page import terminal
