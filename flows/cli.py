@@ -84,8 +84,10 @@ def tokenize(
     show: Annotated[int, typer.Option(min=0, help="Print this many samples, supervised tokens in colour.")] = 3,
     dataset: Dataset = None,
     limit: Limit = None,
+    skipped: Annotated[bool, typer.Option("--skipped", help="List every row that cannot be used, and why.")] = False,
 ) -> None:
     """Tokenize the data as a run would, and show samples and statistics; nothing is stored."""
+    from flows.config import ConfigError
     from tasks.model import ModelError, resolve
     from tasks.tokenize.errors import TokenizeError
     from tasks.tokenize.show import preview
@@ -94,8 +96,10 @@ def tokenize(
     try:
         wanted = wanted.overridden(dataset=dataset, limit=limit)
         checkpoint = resolve(wanted.model)
-        preview(console, wanted.data, checkpoint, wanted.identity(checkpoint), wanted.engine.max_model_len, show)
-    except (ModelError, TokenizeError) as error:
+        identity, max_model_len = wanted.identity(checkpoint), wanted.engine.max_model_len
+        report = preview(console, wanted.data, checkpoint, identity, max_model_len, show, skipped)
+        report.require_samples(wanted.data.place)
+    except (ConfigError, ModelError, TokenizeError) as error:
         raise stop(error) from None
 
 
