@@ -67,7 +67,7 @@ def extract(
     shuffle_seed: ShuffleSeed = None,
     only_failed: OnlyFailed = False,
 ) -> None:
-    """Extract the hidden states that the store lacks. Ends with 0 only if all usable rows are in it."""
+    """Extract the hidden states that the store lacks. Ends with 0 only if everything asked for is there."""
     extraction = load(preset)
     from flows.extract import extract as flow  # Prefect takes seconds to import; a bad preset need not wait for it
 
