@@ -22,6 +22,7 @@ from flows.terminal import (
     load,
     log_to_terminal,
     outcome,
+    require_prefect,
     show_extraction,
     stop,
 )
@@ -66,10 +67,11 @@ def extract(
     shuffle_seed: ShuffleSeed = None,
     only_failed: OnlyFailed = False,
 ) -> None:
-    """Extract the hidden states that the store lacks. Ends with 0 only if everything asked for is in the store."""
+    """Extract the hidden states that the store lacks. Ends with 0 only if everything asked for is there."""
     extraction = load(preset)
     from flows.extract import extract as flow  # Prefect takes seconds to import; a bad preset need not wait for it
 
+    require_prefect()
     log_to_terminal()
     show_extraction(
         flow(extraction, dataset, limit, store, chunk_tokens, force, shuffle_seed, only_failed, return_state=True)
@@ -82,8 +84,10 @@ def tokenize(
     show: Annotated[int, typer.Option(min=0, help="Print this many samples, supervised tokens in colour.")] = 3,
     dataset: Dataset = None,
     limit: Limit = None,
+    skipped: Annotated[bool, typer.Option("--skipped", help="List every row that cannot be used, and why.")] = False,
 ) -> None:
     """Tokenize the data as a run would, and show samples and statistics; nothing is stored."""
+    from flows.config import ConfigError
     from tasks.model import ModelError, resolve
     from tasks.tokenize.errors import TokenizeError
     from tasks.tokenize.show import preview
@@ -92,8 +96,10 @@ def tokenize(
     try:
         wanted = wanted.overridden(dataset=dataset, limit=limit)
         checkpoint = resolve(wanted.model)
-        preview(console, wanted.data, checkpoint, wanted.identity(checkpoint), wanted.engine.max_model_len, show)
-    except (ModelError, TokenizeError) as error:
+        identity, max_model_len = wanted.identity(checkpoint), wanted.engine.max_model_len
+        report = preview(console, wanted.data, checkpoint, identity, max_model_len, show, skipped)
+        report.require_samples(wanted.data.place)
+    except (ConfigError, ModelError, TokenizeError) as error:
         raise stop(error) from None
 
 
@@ -132,6 +138,7 @@ def audit(
         raise stop(ValueError("--samples says how many to recompute; choose how with --reference hf or solo"))
     from flows.audit import audit as flow
 
+    require_prefect()
     log_to_terminal()
     report: Any = outcome(flow(store, model, reference, samples, html, return_state=True))
     from tasks.report.audit_page import terminal

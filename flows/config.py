@@ -6,12 +6,18 @@ from typing import Annotated, Any, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from flows.explain import explain
 from tasks.extract.config import Engine
 from tasks.layers import Layers
 from tasks.model import Checkpoint, Model
 from tasks.tokenize.config import Data
 from tasks.verify.config import Audit
 from tasks.vocabulary import DType, Identity, StoredAs
+
+# Knobs of the flows, with the bounds of the settings that they replace.
+Limit = Annotated[int, Field(ge=1)] | None
+ChunkTokens = Annotated[int, Field(ge=1)] | None
+ShuffleSeed = Annotated[int, Field(ge=0, lt=2**63)] | None
 
 PRESETS = Path(__file__).resolve().parent.parent / "infra" / "presets"
 
@@ -71,7 +77,9 @@ class Extraction(BaseModel):
         try:
             values = yaml.safe_load(path.read_text(encoding="utf-8"))
             return cls.model_validate(values)
-        except (yaml.YAMLError, ValidationError) as error:
+        except ValidationError as error:
+            raise ConfigError(f"{path}: {explain(error, cls)}") from None
+        except yaml.YAMLError as error:
             raise ConfigError(f"{path}: {error}") from error
 
     def overridden(
@@ -83,13 +91,20 @@ class Extraction(BaseModel):
         chunk_tokens: int | None = None,
         shuffle_seed: int | None = None,
     ) -> Self:
-        """The same extraction with the given knobs changed."""
+        """The same extraction with the given knobs changed.
+
+        Raises:
+            ConfigError: one has a value that is refused.
+        """
         values = self.model_dump()
         if dataset is not None:
             values["data"] |= {"path": dataset, "sources": ()}
         values["data"] |= {k: v for k, v in {"limit": limit, "shuffle_seed": shuffle_seed}.items() if v is not None}
         values |= {k: v for k, v in {"store": store, "chunk_tokens": chunk_tokens}.items() if v is not None}
-        return type(self).model_validate(values)
+        try:
+            return type(self).model_validate(values)
+        except ValidationError as error:
+            raise ConfigError(explain(error, type(self))) from None
 
     def anchored(self) -> Self:
         """The same extraction with absolute local paths, so that it means the same in another working directory."""

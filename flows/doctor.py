@@ -15,6 +15,7 @@ from prefect.settings import get_current_settings
 
 INFRA = Path(__file__).resolve().parent.parent / "infra"
 POOL = "layertap"
+ANSWER_S = 10.0
 SET_UP = "run `bash infra/deploy setup`"
 
 
@@ -37,17 +38,25 @@ def examine() -> list[Problem]:
                 "start `bash infra/deploy`, and export the PREFECT_API_URL that it prints",
             )
         ]
-    try:
-        httpx.get(f"{address}/health", timeout=10).raise_for_status()
-    except httpx.HTTPError as error:
-        return [
-            Problem(
-                f"no Prefect server answers at PREFECT_API_URL={address} ({error})",
-                "correct the address; or unset it and run `bash infra/deploy`, which then starts a server",
-            )
-        ]
+    if problem := no_answer(address):
+        return [problem]
     with get_client(sync_client=True) as client:
         return [*_ui(address), *_pool(client), *_deployments(client), *_automations(client)]
+
+
+def no_answer(address: str) -> Problem | None:
+    """That no server is at this address, if so; one that wants another sign-in than this request's is there."""
+    try:
+        answer = httpx.get(f"{address}/health", timeout=ANSWER_S)
+        if answer.status_code != httpx.codes.NOT_FOUND and not answer.is_server_error:
+            return None
+        why = f"{answer.status_code} {answer.reason_phrase}"
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        why = str(error)
+    return Problem(
+        f"no Prefect server answers at PREFECT_API_URL={address} ({why})",
+        "correct the address; or unset it and run `bash infra/deploy`, which then starts a server",
+    )
 
 
 def _ui(address: str) -> Iterator[Problem]:

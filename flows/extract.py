@@ -10,7 +10,7 @@ from prefect.futures import PrefectFuture, wait
 from prefect.states import Completed, Failed
 from prefect.task_runners import ThreadPoolTaskRunner
 
-from flows.config import Extraction
+from flows.config import ChunkTokens, Extraction, Limit, ShuffleSeed
 from flows.pause import PauseGate
 from flows.run import begin
 from tasks.extract.checks import check
@@ -43,11 +43,11 @@ RUNNER: Any = ThreadPoolTaskRunner(max_workers=3 * CHUNKS_UNDER_WAY)
 def extract(
     extraction: Extraction,
     dataset: str | None = None,
-    limit: int | None = None,
+    limit: Limit = None,
     store: str | None = None,
-    chunk_tokens: int | None = None,
+    chunk_tokens: ChunkTokens = None,
     force: bool = False,
-    shuffle_seed: int | None = None,
+    shuffle_seed: ShuffleSeed = None,
     only_failed: bool = False,
     shard: Shard | None = None,
 ) -> State[Any]:

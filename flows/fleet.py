@@ -13,7 +13,7 @@ from prefect.states import Completed, Failed
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
-from flows.config import Extraction
+from flows.config import ChunkTokens, Extraction, Limit, ShuffleSeed
 from flows.run import begin
 from tasks.extract.checks import check
 from tasks.fleet.summary import FleetSummary
@@ -41,11 +41,11 @@ def extract_fleet(
     deployment: str,
     nodes: Annotated[int, Field(ge=1, le=256)] = 2,
     dataset: str | None = None,
-    limit: int | None = None,
+    limit: Limit = None,
     store: str | None = None,
-    chunk_tokens: int | None = None,
+    chunk_tokens: ChunkTokens = None,
     force: bool = False,
-    shuffle_seed: int | None = None,
+    shuffle_seed: ShuffleSeed = None,
     only_failed: bool = False,
     attempts: Annotated[int, Field(ge=1)] = 3,
     silence_seconds: Annotated[float, Field(gt=0)] = 120,

@@ -31,6 +31,8 @@ class Parcel:
     chunk: Chunk
     """Its samples' rows count in ``samples``."""
     samples: Sequence[Sample]
+    nameless: frozenset[int] = frozenset()
+    """As in :class:`tasks.samples.SampleTable`."""
     earlier: Verdict | None = None
     """The verdict on the first attempt, where this is the second."""
 
@@ -38,12 +40,16 @@ class Parcel:
     def pack(cls, chunk: Chunk, table: SampleTable, earlier: Verdict | None = None) -> "Parcel":
         """Take the chunk's missing samples out of a run's table."""
         samples: list[Sample] = []
+        nameless: list[int] = []
         missing = []
         for planned in chunk.missing:
             rows = tuple(range(len(samples), len(samples) + len(planned.rows)))
+            nameless += [own for own, row in zip(rows, planned.rows, strict=True) if row in table.nameless]
             samples += [table[row] for row in planned.rows]
             missing.append(replace(planned, rows=rows))
-        return cls(replace(chunk, samples=tuple(missing), missing=tuple(missing)), samples, earlier)
+        return cls(
+            replace(chunk, samples=tuple(missing), missing=tuple(missing)), samples, frozenset(nameless), earlier
+        )
 
 
 class Node:
@@ -95,7 +101,7 @@ class Node:
         path = self._scratch / f"{chunk.name}.arrow"
         with SampleTableWriter(path) as writer:
             writer.add(parcel.samples)
-        table = SampleTable(path)
+        table = SampleTable(path, parcel.nameless)
         path.unlink()
         if again:
             self._store.look_again()

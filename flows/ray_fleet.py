@@ -20,7 +20,7 @@ from prefect.settings import get_current_settings
 from prefect.states import Completed, Failed
 from prefect.task_runners import ThreadPoolTaskRunner
 
-from flows.config import Extraction
+from flows.config import ChunkTokens, Extraction, Limit, ShuffleSeed
 from flows.fleet import plan_for_nodes, require_server
 from flows.node import Node, Parcel
 from flows.pause import PauseGate
@@ -106,11 +106,11 @@ def extract_on_a_node(
 def extract_ray(
     extraction: Extraction,
     dataset: str | None = None,
-    limit: int | None = None,
+    limit: Limit = None,
     store: str | None = None,
-    chunk_tokens: int | None = None,
+    chunk_tokens: ChunkTokens = None,
     force: bool = False,
-    shuffle_seed: int | None = None,
+    shuffle_seed: ShuffleSeed = None,
     only_failed: bool = False,
 ) -> State[Any]:
     """Extract the hidden states that the store lacks, on every node of the Ray cluster that ``RAY_ADDRESS`` names.

@@ -16,6 +16,7 @@ from flows.terminal import (
     console,
     load,
     log_to_terminal,
+    require_prefect,
     show_extraction,
     stop,
 )
@@ -56,6 +57,7 @@ def register(app: typer.Typer) -> None:
             "only_failed": only_failed,
             "return_state": True,
         }
+        require_prefect()
         log_to_terminal()
         if deployment is not None:
             from flows.fleet import extract_fleet
@@ -75,6 +77,7 @@ def register(app: typer.Typer) -> None:
         from flows.pause import PauseError
         from flows.pause import pause as pause_run
 
+        require_prefect()
         try:
             found = pause_run(run, timeout)
         except PauseError as error:
@@ -87,6 +90,7 @@ def register(app: typer.Typer) -> None:
         from flows.pause import PauseError
         from flows.pause import resume as resume_run
 
+        require_prefect()
         try:
             found = resume_run(run)
         except PauseError as error:

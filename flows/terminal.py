@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.markup import escape
 
 from tasks.report.log import logger
 
@@ -31,7 +32,7 @@ OnlyFailed = Annotated[
 
 def stop(error: BaseException) -> typer.Exit:
     """Say what is wrong in one line; to be raised."""
-    _errors.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+    _errors.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
     return typer.Exit(1)
 
 
@@ -43,6 +44,17 @@ def load(preset: str) -> "Extraction":
         return Extraction.load(preset)
     except ConfigError as error:
         raise stop(error) from None
+
+
+def require_prefect() -> None:
+    """End the command where a Prefect server is named and does not answer: runs report to it."""
+    from prefect.settings import get_current_settings
+
+    from flows.doctor import no_answer
+
+    address = get_current_settings().api.url
+    if address and (problem := no_answer(address)):
+        raise stop(RuntimeError(f"{problem.what}; {problem.remedy}"))
 
 
 def log_to_terminal() -> None:

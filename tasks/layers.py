@@ -8,9 +8,9 @@ norm, for 0 <= k <= L. The field counts in two ways that look alike and mean dif
   id L is what the last layer puts out.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Convention = Literal["input", "output"]
 
@@ -28,6 +28,23 @@ class Layers(BaseModel):
         description="`output`: id i is the output of decoder layer i (r_{i+1}). `input`: id i is its input (r_i), "
         "as vLLM and Hugging Face count; id L is the output of the last layer."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_bare_list(cls, value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            raise ValueError(
+                "a bare list is refused, since the same numbers mean different layers in different tools; write "
+                f"`layers: {{ids: {list(value)}, convention: output}}` or `convention: input`"
+            )
+        return value
+
+    @field_validator("ids", mode="before")
+    @classmethod
+    def _list_of_numbers(cls, value: Any) -> Any:
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"write a list of layer ids, such as [2, 14, 26, 29], not {value!r}")
+        return value
 
     @property
     def depths(self) -> tuple[int, ...]:

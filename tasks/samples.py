@@ -44,8 +44,10 @@ class Sample:
 class SampleTable:
     """Random access to the samples of a table file, by row."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, nameless: frozenset[int] | None = None) -> None:
+        """``nameless``: see there; found in the table itself unless it is a part of another one."""
         self.path = path
+        self._nameless = nameless
         with pa.memory_map(str(path)) as source:
             self._table = pa.ipc.open_file(source).read_all()
 
@@ -66,6 +68,17 @@ class SampleTable:
     @property
     def keys(self) -> list[str]:
         return list(self._table["key"].to_pylist())
+
+    @property
+    def nameless(self) -> frozenset[int]:
+        """Rows whose id a later row of other content has, too: the id names that one."""
+        if self._nameless is None:
+            ids, keys = self._table["source_id"].to_pylist(), self.keys
+            last = dict(zip(ids, keys, strict=True))
+            self._nameless = frozenset(
+                row for row, (source_id, key) in enumerate(zip(ids, keys, strict=True)) if last[source_id] != key
+            )
+        return self._nameless
 
     @property
     def num_tokens(self) -> npt.NDArray[np.int32]:

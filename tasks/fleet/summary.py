@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from tasks.fleet.follow import ShardEnd
@@ -59,7 +60,7 @@ class FleetSummary:
             ("extracted", f"{self.extracted} samples, {self.tokens:,} tokens"),
             ("reused", f"{self.reused} samples"),
             ("missing", f"{self.left} samples, {self.quarantined} of them quarantined"),
-            ("skipped", f"{sum(self.input.skipped.values())} input rows" if self.input else "nothing"),
+            *(self.input.lines() if self.input else ()),
             ("time", f"{self.seconds:,.1f} s"),
             ("store", self.store),
         ]
@@ -76,5 +77,5 @@ class FleetSummary:
         """The table for a terminal."""
         table = Table(title="Extraction by a fleet", title_justify="left", show_header=False)
         for name, value in self.lines():
-            table.add_row(name, value)
+            table.add_row(escape(name), escape(value))
         return table

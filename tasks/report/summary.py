@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from tasks.report.progress import Progress
@@ -131,8 +132,7 @@ class Summary:
             ("reused", f"{self.reused} samples"),
             ("quarantined", f"{len(self.quarantined)} samples"),
             ("retried", f"{self.retried} samples"),
-            ("duplicates", f"{self.input.duplicates} input rows"),
-            ("skipped", f"{self.skipped} input rows"),
+            *self.input.lines(),
             ("engine", engine),
             ("written", f"{written}, ratio {self.ratio:.2f}" if self.extracted else "nothing"),
             ("time", f"{self.seconds:,.1f} s"),
@@ -154,7 +154,7 @@ class Summary:
         """The table for a terminal."""
         table = Table(title="Extraction", title_justify="left", show_header=False)
         for name, value in self.lines():
-            table.add_row(name, value)
+            table.add_row(escape(name), escape(value))
         return table
 
 

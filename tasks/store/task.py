@@ -103,20 +103,20 @@ def commit_chunk(chunk: Chunk, verdicts: Sequence[Verdict], table: SampleTable, 
 
 
 def _record_sources(samples: Sequence[PlannedSample], table: SampleTable, store: Store) -> None:
-    rows = (table[row] for sample in samples for row in sample.rows)
+    rows = (table[row] for sample in samples for row in sample.rows if row not in table.nameless)
     store.record(SourceRecord(row.source_id, row.key, row.loss_mask) for row in rows)
 
 
 def _staged(sample: PlannedSample, verdict: Verdict, table: SampleTable) -> StagedSample:
     receipt = next(r for r in verdict.receipts if r.objects is not None)
-    rows = [table[row] for row in sample.rows]
+    named = [table[row] for row in sample.rows if row not in table.nameless]
     return StagedSample(
         key=sample.key,
         num_tokens=sample.num_tokens,
         objects=receipt.objects or {},
-        loss_mask=rows[0].loss_mask,
+        loss_mask=(named or [table[sample.rows[0]]])[0].loss_mask,
         next_token=receipt.next_token,
-        sources={row.source_id: row.loss_mask for row in rows},
+        sources={row.source_id: row.loss_mask for row in named},
         # Left with the sample, so that it can be audited later without the engine.
         capture={
             "digests": receipt.digests,

@@ -122,5 +122,10 @@ class Data(BaseModel):
         return self
 
     @property
+    def place(self) -> str:
+        """Names of the sources, for messages."""
+        return ", ".join(str(source.path or source.dataset) for source in self.all_sources)
+
+    @property
     def all_sources(self) -> tuple[Source, ...]:
         return self.sources if self.path is None else (Source(path=self.path),)

@@ -13,7 +13,7 @@ from tasks.tokenize.config import Data
 from tasks.tokenize.errors import BadRow
 from tasks.tokenize.mask import Masker, Span
 from tasks.tokenize.report import How, Method
-from tasks.tokenize.rows import Conversation, Item, Message, PlainText, Tokens
+from tasks.tokenize.rows import TEMPLATE_ROLES, Conversation, Item, Message, PlainText, Tokens, unknown_role
 from tasks.tokenize.template import MARKS, ChatTemplate, missing_turn
 from tasks.tokenize.tokenizer import Piece, TextTokenizer
 
@@ -109,6 +109,9 @@ class RowEncoder:
         for m in item.messages:
             counts[f"turns_{m['role']}"] += 1
             counts["tool_calls"] += len(m.get("tool_calls", ()))
+            # Many templates write any role as it is, or as the system's.
+            if m["role"] not in TEMPLATE_ROLES and not self.template.names(m["role"], item.tools is not None):
+                raise BadRow("role", unknown_role(m["role"]))
         messages, tools, mark = self.template.prepared(item.messages), item.tools, None
         if not self._parse_special and any(map(self.tokenizer.holds_control, _strings([messages, tools]))):
             mark = _unused_mark([messages, tools])

@@ -11,6 +11,10 @@ class SourceError(TokenizeError):
     """A source cannot be read: it is missing, damaged or of an unknown format."""
 
 
+class NoSamples(TokenizeError):
+    """No row of the data gives a sample."""
+
+
 class TokenizerError(TokenizeError):
     """The checkpoint's tokenizer or chat template cannot be used."""
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from tasks.model import Checkpoint
-from tasks.samples import Sample, SampleTableWriter
+from tasks.samples import Sample, SampleTable, SampleTableWriter
 from tasks.tokenize.config import Columns, Data
 from tasks.tokenize.encode import Encoded, RowEncoder
 from tasks.tokenize.errors import BadRow, BadRowError, Problem
-from tasks.tokenize.report import MAX_PROBLEMS, How, TokenizeReport
+from tasks.tokenize.report import MAX_PROBLEMS, How, SharedId, TokenizeReport
 from tasks.tokenize.rows import Item, decode, parse, printable
 from tasks.tokenize.sources import MAX_LINE_BYTES, Row, rows
 from tasks.tokenize.workers import map_in_processes
@@ -54,11 +54,12 @@ class Job:
 class Outcome:
     """What became of one row."""
 
+    file: str
     row: int
     source: int
     samples: tuple[Sample, ...] = ()
     how: How = "given"
-    truncated: bool = False
+    tokens_cut: int = 0
     counts: dict[str, int] = field(default_factory=dict)
     problem: Problem | None = None
 
@@ -70,11 +71,21 @@ def tokenize(
     max_model_len: int,
     out: Path,
     on_progress: Progress | None = None,
+    on_problem: Callable[[Problem], None] | None = None,
 ) -> TokenizeReport:
     """Tokenize all rows of the sources into a table at ``out``.
 
     Samples have at most ``max_model_len - 1`` tokens, since the engine samples one more. The table's rows are in
     the order of the sources' rows, whatever the number of processes.
+
+    Args:
+        data: the sources, and what to do with them.
+        checkpoint: whose tokenizer and chat template are used.
+        identity: of the store, for the samples' keys.
+        max_model_len: of the engine.
+        out: the table's file.
+        on_progress: called after each row.
+        on_problem: called with each row that gives no sample.
 
     Raises:
         SourceError: a source is missing or damaged.
@@ -89,15 +100,23 @@ def tokenize(
     with SampleTableWriter(unfinished) as table, closing(outcomes(job, out.parent)) as stream:
         for outcome in stream:
             _add(report, outcome)
+            if outcome.problem and on_problem:
+                on_problem(outcome.problem)
             if outcome.problem and data.on_error == "fail":
                 raise BadRowError(outcome.problem)
             table.add(outcome.samples)
             for sample in outcome.samples:
-                seen.add(sample)
+                seen.add(sample, outcome.file, outcome.row)
             if on_progress:
                 on_progress(report.read, report.tokens)
     unfinished.replace(out)
-    report.duplicates, report.ids_used_twice = seen.duplicates(), seen.ids_used_twice()
+    report.duplicates = seen.duplicates()
+    shared = seen.ids_used_twice()
+    report.ids_used_twice = len(shared)
+    written = SampleTable(out)
+    report.shared_ids = [
+        SharedId(written[first].source_id, seen.place(first), seen.place(last)) for first, last in shared[:MAX_PROBLEMS]
+    ]
     report.seconds = time.monotonic() - started
     return report
 
@@ -112,7 +131,8 @@ def _add(report: TokenizeReport, outcome: Outcome) -> None:
             report.problems.append(outcome.problem)
         return
     report.kept += len(outcome.samples)
-    report.truncated += outcome.truncated
+    report.truncated += outcome.tokens_cut > 0
+    report.tokens_cut += outcome.tokens_cut
     report.split += len(outcome.samples) > 1
     report.tokens += sum(s.num_tokens for s in outcome.samples)
     report.supervised_tokens += sum(int(s.loss_mask.sum()) for s in outcome.samples)
@@ -122,25 +142,38 @@ def _add(report: TokenizeReport, outcome: Outcome) -> None:
 
 
 class _Seen:
-    """Counts what occurs twice, with 16 bytes a sample (a hash each of key and id)."""
+    """Finds what occurs twice, with 28 bytes a sample: a hash each of key and id, and the place."""
 
     def __init__(self) -> None:
         self._keys = array("Q")
         self._ids = array("q")
+        self._files = array("I")
+        self._rows = array("Q")
+        self._names: dict[str, int] = {}
 
-    def add(self, sample: Sample) -> None:
+    def add(self, sample: Sample, file: str, row: int) -> None:
         self._keys.append(int(sample.key[:16], 16))
         self._ids.append(hash(sample.source_id))
+        self._files.append(self._names.setdefault(file, len(self._names)))
+        self._rows.append(row)
+
+    def place(self, sample: int) -> str:
+        return f"{list(self._names)[self._files[sample]]}:{self._rows[sample]}"
 
     def duplicates(self) -> int:
         return len(self._keys) - len(np.unique(np.frombuffer(self._keys, dtype=np.uint64))) if self._keys else 0
 
-    def ids_used_twice(self) -> int:
+    def ids_used_twice(self) -> list[tuple[int, int]]:
+        """Of each id that stands for different contents, the first sample that loses it and the one that it names."""
         if not self._keys:
-            return 0
-        pairs = np.stack([np.frombuffer(self._ids, np.int64), np.frombuffer(self._keys, np.uint64).view(np.int64)], 1)
-        _, uses = np.unique(np.unique(pairs, axis=0)[:, 0], return_counts=True)
-        return int((uses > 1).sum())
+            return []
+        keys = np.frombuffer(self._keys, np.uint64)
+        _, of_id = np.unique(np.frombuffer(self._ids, np.int64), return_inverse=True)
+        last = np.zeros(of_id.max() + 1, np.int64)
+        np.maximum.at(last, of_id, np.arange(len(keys)))
+        others = np.flatnonzero(keys != keys[last[of_id]])
+        _, first = np.unique(of_id[others], return_index=True)
+        return [(int(sample), int(last[of_id[sample]])) for sample in others[np.sort(first)]]
 
 
 def outcomes(job: Job, scratch: Path) -> Generator[Outcome, None, None]:
@@ -205,9 +238,9 @@ def _outcome(job: Job, row: Row, encoded: Encoded | BadRow) -> Outcome:
         samples = _cut(job, encoded)
     except BadRow as e:
         detail = printable(e.detail) if len(e.detail) <= MAX_DETAIL else printable(e.detail[:MAX_DETAIL]) + "..."
-        return Outcome(row.number, row.source, problem=Problem(row.file, row.number, e.reason, detail))
-    truncated = len(encoded.input_ids) > job.max_tokens and job.data.overflow == "truncate"
-    return Outcome(row.number, row.source, samples, encoded.how, truncated, dict(encoded.counts))
+        return Outcome(row.file, row.number, row.source, problem=Problem(row.file, row.number, e.reason, detail))
+    beyond = max(0, len(encoded.input_ids) - job.max_tokens) if job.data.overflow == "truncate" else 0
+    return Outcome(row.file, row.number, row.source, samples, encoded.how, beyond, dict(encoded.counts))
 
 
 def _cut(job: Job, encoded: Encoded) -> tuple[Sample, ...]:

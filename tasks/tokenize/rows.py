@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any, cast
 
 import numpy as np
@@ -31,6 +32,7 @@ ROLES = {
     "tool_response": "tool",
     "function_response": "tool",
 }
+TEMPLATE_ROLES = frozenset(ROLES.values())
 CALL_ROLES = frozenset({"function_call", "tool_call"})  # ShareGPT: the turn's text is a call as JSON
 
 # (field with the turns, field of the speaker, field of the text)
@@ -82,10 +84,12 @@ def decode(line: bytes) -> Mapping[str, Any]:
         BadRow: the line is no JSON object in UTF-8.
     """
     try:
-        row = json.loads(line.decode("utf-8"))
+        row = json.loads(line.decode("utf-8").rstrip())
     except UnicodeDecodeError as e:
         raise BadRow("json", f"not UTF-8: {e.reason} at byte {e.start}") from None
-    except (json.JSONDecodeError, RecursionError, ValueError) as e:
+    except json.JSONDecodeError as e:  # it counts lines too, from this one
+        raise BadRow("json", f"not JSON: {e.msg} at column {e.pos + 1}") from None
+    except (RecursionError, ValueError) as e:
         raise BadRow("json", f"not JSON: {e}") from None
     if not isinstance(row, dict):
         raise BadRow("json", f"a JSON object is needed, not {kind(row)}")
@@ -171,7 +175,11 @@ def _conversation(item_id: str, name: str, turns: Any, tools: Any, columns: Colu
         raise BadRow("empty", f"`{name}` has no turn")
     messages = [_message(turn, f"`{name}[{i}]`", columns) for i, turn in enumerate(turns)]
     if not any(m["role"] == "assistant" for m in messages):
-        raise BadRow("no-assistant", "the conversation has no assistant turn, so nothing to supervise")
+        spoken = ", ".join(dict.fromkeys(str(turn[_fields(turn, name, columns)[0]]) for turn in turns))
+        detail = f"the conversation has no assistant turn, so nothing to supervise; its roles are: {spoken}"
+        if not all(m["role"] in TEMPLATE_ROLES for m in messages):
+            detail += " (what other roles mean is said under `columns.roles`)"
+        raise BadRow("no-assistant", detail)
     return Conversation(item_id, messages, _tools(tools, columns.tools))
 
 
@@ -341,6 +349,17 @@ def example(row: Mapping[str, Any]) -> str:
     """The start of a row as JSON."""
     text = json.dumps(row, default=str)
     return text if len(text) <= EXAMPLE_CHARS else text[:EXAMPLE_CHARS] + "..."
+
+
+def unknown_role(role: str) -> str:
+    """What is wrong with a role that no format has, and what to do."""
+    near = get_close_matches(role.lower(), ROLES, 1)
+    guess = f", perhaps {near[0]!r}" if near else ""
+    known = ", ".join(ROLES)
+    return (
+        f"the role {role!r} is in no known format{guess}, nor in the chat template; known are {known}; say what "
+        "others mean under `columns.roles`"
+    )
 
 
 def text_of(message: Message) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 from rich.console import Console, Group, RenderableType
+from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -14,6 +15,7 @@ from rich.text import Text
 from tasks.model import Checkpoint
 from tasks.samples import Sample, SampleTable
 from tasks.tokenize.config import Data
+from tasks.tokenize.errors import Problem
 from tasks.tokenize.pipeline import tokenize
 from tasks.tokenize.report import TokenizeReport
 from tasks.tokenize.rows import printable
@@ -28,16 +30,28 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def preview(
-    console: Console, data: Data, checkpoint: Checkpoint, identity: Identity, max_model_len: int, count: int
+    console: Console,
+    data: Data,
+    checkpoint: Checkpoint,
+    identity: Identity,
+    max_model_len: int,
+    count: int,
+    skipped: bool = False,
 ) -> TokenizeReport:
     """Tokenize the data as a run would, print the first ``count`` samples and the statistics, and keep nothing.
+
+    ``skipped``: print also each row that gives no sample.
 
     Raises:
         TokenizeError: see :func:`tasks.tokenize.pipeline.tokenize`.
     """
+
+    def name(problem: Problem) -> None:
+        console.print(str(problem), highlight=False, markup=False, soft_wrap=True)
+
     with tempfile.TemporaryDirectory(prefix="layertap-") as scratch:
         path = Path(scratch) / "samples.arrow"
-        report = tokenize(data, checkpoint, identity, max_model_len, path)
+        report = tokenize(data, checkpoint, identity, max_model_len, path, on_problem=name if skipped else None)
         decode = TextTokenizer(checkpoint.path, checkpoint.trust_remote_code).encoder.decode if count else str
         show(console, SampleTable(path), report, decode, count)
     return report
@@ -80,7 +94,7 @@ def statistics(report: TokenizeReport, num_tokens: npt.NDArray[np.int32]) -> Ren
     table.add_column(style="dim")
 
     def line(name: str, value: int | str, note: str = "") -> None:
-        table.add_row(name, value if isinstance(value, str) else f"{value:,}", note)
+        table.add_row(name, value if isinstance(value, str) else f"{value:,}", escape(note))
 
     line("rows read", report.read, " + ".join(f"{n:,}" for n in report.by_source) if len(report.by_source) > 1 else "")
     line("samples", report.kept, f"{report.duplicates:,} with the tokens of another" if report.duplicates else "")
@@ -88,11 +102,11 @@ def statistics(report: TokenizeReport, num_tokens: npt.NDArray[np.int32]) -> Ren
         first = next((p for p in report.problems if p.reason == reason), None)
         line(f"skipped: {reason}", count, f"{first.file}:{first.number}: {first.detail}" if first else "")
     if report.truncated:
-        line("truncated", report.truncated)
+        line("truncated", report.truncated, f"{report.tokens_cut:,} tokens lost")
     if report.split:
         line("split", report.split)
     if report.ids_used_twice:
-        line("ids used twice", report.ids_used_twice, "for samples of different content")
+        line("ids used twice", report.ids_used_twice, str(report.shared_ids[0]))
     share = report.supervised_tokens / report.tokens if report.tokens else 0.0
     line("tokens", report.tokens, f"{report.tokens_per_second:,.0f} a second")
     line("supervised", f"{share:.1%}", ", ".join(f"{n:,} by {how}" for how, n in report.methods.items()))

@@ -10,19 +10,30 @@ from tasks.report.log import logger
 from tasks.samples import SampleTable
 from tasks.tokenize.config import Data
 from tasks.tokenize.pipeline import tokenize
-from tasks.tokenize.report import TokenizeReport
+from tasks.tokenize.report import LIST_ALL, TokenizeReport
 from tasks.vocabulary import Identity
 
-LOGGED_PROBLEMS = 20
+LOGGED = 20  # rows that are named, of each kind of problem
 
 
 @task(name="tokenize", cache_policy=NO_CACHE, persist_result=False)
 def tokenize_data(
     data: Data, checkpoint: Checkpoint, identity: Identity, max_model_len: int, directory: Path
 ) -> tuple[SampleTable, TokenizeReport]:
-    """Tokenize all rows of the data into a table in ``directory``, and say what was skipped and why."""
+    """Tokenize all rows of the data into a table in ``directory``, and say what was skipped and why.
+
+    Raises:
+        TokenizeError: see :func:`tasks.tokenize.pipeline.tokenize`; or no row gives a sample.
+    """
     path = directory / "samples.arrow"
     report = tokenize(data, checkpoint, identity, max_model_len, path)
-    for problem in report.problems[:LOGGED_PROBLEMS]:
+    for problem in report.problems[:LOGGED]:
         logger.warning(str(problem))
+    if (more := sum(report.skipped.values()) - LOGGED) > 0:
+        logger.warning(f"and {more:,} more input rows are skipped; {LIST_ALL}")
+    for shared in report.shared_ids[:LOGGED]:
+        logger.warning(str(shared))
+    if (more := report.ids_used_twice - LOGGED) > 0:
+        logger.warning(f"and {more:,} more ids stand for different contents")
+    report.require_samples(data.place)
     return SampleTable(path), report

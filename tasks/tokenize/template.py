@@ -90,6 +90,10 @@ class ChatTemplate:
                 f"or give text or input_ids ({e})"
             ) from None
 
+    def names(self, role: str, tools: bool) -> bool:
+        """Whether the template has a rule for this role."""
+        return any(f"{quote}{role}{quote}" in self.source(tools) for quote in "'\"")
+
     def has_markers(self, tools: bool) -> bool:
         return GENERATION.search(self.source(tools)) is not None
 

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from flows.cli import app
 from tasks.store import SourceRecord, StagedSample, StateSpec, Store
 from tasks.store.stage import stage_states
+from tests.checkpoints import checkpoint_path
 from tests.test_vocabulary import IDENTITY
 
 LENGTHS = (5, 9)
@@ -134,8 +135,40 @@ def test_a_preset_that_is_wrong_ends_with_its_reason(tmp_path: Path) -> None:
     path.write_text(json.dumps({"model": {"path": "m"}}))
     code, output = invoke("extract", path)
     assert code == 1
-    assert "layers" in output
-    assert "Field required" in output
+    assert "layers is missing" in output
+    assert "pydantic" not in output
+
+
+def test_what_an_error_says_is_not_taken_for_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    from flows.terminal import stop
+
+    stop(ValueError("chats.jsonl:1: not JSON [json] [/x]"))
+    assert "not JSON [json] [/x]" in capsys.readouterr().err
+
+
+def test_tokenize_lists_every_row_that_is_skipped_and_ends_with_1_if_all_are(tmp_path: Path) -> None:
+    chats = tmp_path / "chats.jsonl"
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        json.dumps(
+            {
+                "model": {"path": str(checkpoint_path("llama"))},
+                "layers": {"ids": [0], "convention": "input"},
+                "data": {"path": str(chats), "processes": 1},
+                "store": "s",
+            }
+        )
+    )
+    chats.write_text("{\n" * 150 + '{"text": "usable"}\n')
+    code, output = invoke("tokenize", path, "--show", 0, "--skipped")
+    assert code == 0
+    assert output.count("not JSON") == 151, "each, and one as the example of its reason"
+    assert "chats.jsonl:150: not JSON" in output
+    assert invoke("tokenize", path, "--show", 0)[1].count("not JSON") == 1
+    chats.write_text("{\n")
+    code, output = invoke("tokenize", path, "--show", 0)
+    assert code == 1
+    assert "none of the 1 rows of" in output
 
 
 def test_a_fleet_needs_to_know_its_nodes(tmp_path: Path) -> None:

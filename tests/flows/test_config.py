@@ -5,10 +5,13 @@ from typing import Any
 
 import pytest
 import yaml
+from prefect.utilities.callables import parameter_schema
 from pydantic import ValidationError
 
 from flows.config import PRESETS, ConfigError, Extraction
 from flows.extract import extract
+from flows.fleet import extract_fleet
+from flows.ray_fleet import extract_ray
 from tasks.extract.config import Engine
 from tasks.vocabulary import Identity
 
@@ -85,6 +88,88 @@ def test_an_error_in_a_file_names_the_file_and_the_place(tmp_path: Path) -> None
     path.write_text("a: [")
     with pytest.raises(ConfigError, match=r"mine\.yaml"):
         Extraction.load(str(path))
+
+
+ALL = "model, layers, dtype, data, chunk_tokens, store, stored_as, engine, audit"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"layers": [1, 2]},
+            "layers: a bare list is refused, since the same numbers mean different layers in different tools; write "
+            "`layers: {ids: [1, 2], convention: output}` or `convention: input`",
+        ),
+        (
+            {"layers": {"ids": "all", "convention": "output"}},
+            "layers.ids: write a list of layer ids, such as [2, 14, 26, 29], not 'all'",
+        ),
+        ({"layers": {"ids": [2.5], "convention": "output"}}, "layers.ids[0] must be a whole number, not 2.5"),
+        ({"layers": {"ids": [], "convention": "output"}}, "layers.ids must not be empty"),
+        ({"layers": {"ids": [1], "convention": "out"}}, "layers.convention must be 'input' or 'output', not \"out\""),
+        ({"stores": "t"}, f"there is no setting stores: perhaps `store`; known are {ALL}"),
+        ({"unknown": 1}, f"there is no setting unknown: known are {ALL}"),
+        ({"max_model_len": 9}, f"there is no setting max_model_len: it belongs under `engine`; known are {ALL}"),
+        (
+            {"data": {"sources": [{"path": "a", "wieght": 2}]}},
+            "there is no setting data.sources[0].wieght: perhaps `weight`; known are path, dataset, config, revision, "
+            "split, columns, weight, limit",
+        ),
+        (
+            {"engine": {"pipeline_parallel_size": 2}},
+            "engine.pipeline_parallel_size cannot be set: ranks before the last return no auxiliary states; use tensor "
+            "parallelism",
+        ),
+        ({"engine": {"pipeline_parallel_size": 1}}, "engine.pipeline_parallel_size cannot be set; remove it"),
+        ({"data": {}}, "data needs either `path` or `sources`"),
+        ({"data": {"path": "a", "limit": 0}}, "data.limit must be at least 1, not 0"),
+        ({"store": ""}, "store must not be empty"),
+        ({"chunk_tokens": "many"}, 'chunk_tokens must be a whole number, not "many"'),
+        ({"engine": {"gpu_memory_utilization": 1.5}}, "engine.gpu_memory_utilization must be at most 1.0, not 1.5"),
+        ({"audit": {"probe": "maybe"}}, 'audit.probe must be true or false, not "maybe"'),
+    ],
+)
+def test_what_is_refused_is_said_in_one_sentence(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL | change))
+    with pytest.raises(ConfigError) as refused:
+        Extraction.load(str(path))
+    assert str(refused.value) == f"{path}: {said}"
+
+
+def test_an_unknown_argument_of_the_engine_may_be_vllm_s(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL | {"engine": {"tensor_paralel_size": 8}}))
+    with pytest.raises(
+        ConfigError, match=r"perhaps `tensor_parallel_size`; known are .*`engine: \{extra: \{tensor_para"
+    ):
+        Extraction.load(str(path))
+
+
+def test_all_that_is_wrong_is_said_a_line_each(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("model: {path: m}\nstore: s\nchunk_tokens: 0\n")
+    with pytest.raises(ConfigError) as refused:
+        Extraction.load(str(path))
+    assert str(refused.value).splitlines() == [
+        f"{path}: layers is missing; it holds ids, convention",
+        "data is missing; it holds path, sources, on_error, limit, shuffle_seed, overflow, special_tokens, "
+        "template_kwargs, template_date, processes",
+        "chunk_tokens must be at least 1, not 0",
+    ]
+
+
+def test_a_knob_that_is_refused_is_a_sentence_too() -> None:
+    with pytest.raises(ConfigError, match=r"^store must not be empty$"):
+        Extraction.model_validate(MINIMAL).overridden(store="")
+
+
+@pytest.mark.parametrize("of", [extract, extract_fleet, extract_ray], ids=lambda flow: flow.name)
+def test_the_knobs_of_a_flow_carry_their_bounds(of: Any) -> None:
+    properties = parameter_schema(of.fn).model_dump()["properties"]
+    bounds = {name: properties[name]["anyOf"][0]["minimum"] for name in ("limit", "chunk_tokens", "shuffle_seed")}
+    assert bounds == {"limit": 1, "chunk_tokens": 1, "shuffle_seed": 0}
 
 
 def test_knobs_replace_the_preset_s() -> None:

@@ -62,6 +62,48 @@ def test_no_server_answers() -> None:
     assert f"no Prefect server answers at PREFECT_API_URL={address}" in told
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["extract", "smollm2-cpu"],
+        ["fleet", "smollm2-cpu", "--deployment", "extract/x"],
+        ["audit", "store"],
+        ["export", "store", "out", "--to", "safetensors"],
+        ["import", ".", "store", "--from", "speculators", "--model", "m"],
+        ["pause", "a-run"],
+        ["resume", "a-run"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_verb_that_needs_the_server_says_so_when_none_answers(command: list[str]) -> None:
+    with server() as address:
+        pass
+    with temporary_settings({PREFECT_API_URL: address}):
+        result = CliRunner().invoke(app, command, env={"COLUMNS": "300"})
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit)
+    assert f"error: no Prefect server answers at PREFECT_API_URL={address}" in result.output
+    assert "correct the address; or unset it" in result.output
+
+
+@pytest.mark.parametrize(
+    ("address", "why"), [("http://host:port/api", "Invalid port"), ("127.0.0.1:4200/api", "protocol")]
+)
+def test_what_is_no_address_has_no_server(address: str, why: str) -> None:
+    problem = doctor.no_answer(address)
+    assert problem is not None
+    assert why in problem.what
+
+
+def test_a_server_that_answers_is_no_problem() -> None:
+    with server(health=True) as address:
+        assert doctor.no_answer(address) is None
+    with server() as address:
+        problem = doctor.no_answer(address)
+    assert problem is not None
+    assert "404" in problem.what
+
+
 def test_the_ui_asks_elsewhere() -> None:
     with server(ui_settings={"api_url": "http://127.0.0.1:4200/api"}) as address:
         (problem,) = doctor._ui(address)

@@ -175,12 +175,20 @@ def test_a_full_disk_fails_its_chunk_and_judges_no_sample(tmp_path: Path, monkey
 
 
 def test_bad_rows_are_counted_and_do_not_stop_the_run(tmp_path: Path) -> None:
-    rows = [ROWS[4], "not json", {"id": "empty", "input_ids": []}, {"id": "duplicate"} | ROWS[4] | {"id": "again"}]
+    renamed = {"id": "again"}
+    rows = [ROWS[0] | renamed, ROWS[4], "not json", {"id": "empty", "input_ids": []}, ROWS[4] | renamed]
     state, summary = run(extraction(tmp_path, rows))
     assert state.is_completed()
-    assert (summary.extracted, summary.skipped, summary.input.duplicates) == (1, 2, 1)
+    assert (summary.extracted, summary.skipped, summary.input.duplicates) == (2, 2, 1)
+    assert dict(summary.lines())["skipped"] == "2 input rows: 1 json, 1 empty"
     reader = open_store(tmp_path / "store")
-    assert reader.key_of("again") == reader.key_of(ROWS[4]["id"])
+    assert reader.key_of("again") == reader.key_of(ROWS[4]["id"]), "the later row of the two with this id"
+
+
+def test_data_of_which_nothing_can_be_used_fails_the_run(tmp_path: Path) -> None:
+    state: Any = extract(extraction(tmp_path, ["not json"]), return_state=True)
+    assert state.is_failed()
+    assert "none of the 1 rows of" in state.message
 
 
 def test_on_error_fail_stops_at_the_first_bad_row(tmp_path: Path) -> None:

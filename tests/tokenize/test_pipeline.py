@@ -14,8 +14,9 @@ from tasks.tokenize.config import Data, Source
 from tasks.tokenize.errors import BadRowError, SourceError, TokenizerError
 from tasks.tokenize.pipeline import tokenize
 from tasks.tokenize.report import TokenizeReport
+from tasks.tokenize.rows import ROLES
 from tasks.vocabulary import Identity
-from tests.tokenize.conftest import Maker, chat, checkpoint
+from tests.tokenize.conftest import CHATML, Maker, chat, checkpoint
 
 
 class Run:
@@ -83,7 +84,8 @@ def test_frames_of_zstandard_and_members_of_gzip_are_all_read(run: Run) -> None:
 
 
 BAD: list[tuple[Any, str, str]] = [
-    (b"{not json", "json", "not JSON"),
+    (b"{not json", "json", "not JSON: Expecting property name enclosed in double quotes at column 2"),
+    (b'{"id": ', "json", "not JSON: Expecting value at column 7"),
     (b"[1, 2]", "json", "a JSON object is needed, not a list"),
     (b'{"text": "\xff"}', "json", "not UTF-8"),
     ({"id": 1, "prompt": "x"}, "schema", '"prompt": "x"'),
@@ -92,7 +94,27 @@ BAD: list[tuple[Any, str, str]] = [
     ({"messages": ["hello"]}, "type", "`messages[0]` must be an object"),
     ({"messages": [{"speaker": "x"}]}, "schema", "neither `role`/`content` nor `from`/`value`"),
     ({"messages": [{"role": "user", "content": "x"}]}, "no-assistant", "no assistant turn"),
-    ({"messages": [{"role": "system", "content": "x"}]}, "no-assistant", "no assistant turn"),
+    (
+        {"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]},
+        "no-assistant",
+        "no assistant turn, so nothing to supervise; its roles are: system, user",
+    ),
+    (
+        {"conversations": [{"from": r, "value": "x"} for r in ("human", "alien", "human")]},
+        "no-assistant",
+        "its roles are: human, alien (what other roles mean is said under `columns.roles`)",
+    ),
+    (
+        {"messages": [*chat("x", "y")["messages"], {"role": "asistant", "content": "z"}]},
+        "role",
+        "the role 'asistant' is in no known format, perhaps 'assistant', nor in the chat template; known are system,",
+    ),
+    ({"messages": [{"role": "User", "content": "x"}, *chat("x", "y")["messages"]]}, "role", "perhaps 'user'"),
+    (
+        {"conversations": [{"from": r, "value": "x"} for r in ("human", "alien", "gpt")]},
+        "role",
+        "the role 'alien' is in no known format",
+    ),
     (chat("x", "y") | {"id": [1]}, "type", "`id` must be a string or an integer, not a list"),
     ({"messages": [{"role": "user", "content": 5}]}, "type", "must be a string, a list of parts or null, not a number"),
     ({"messages": [{"role": "user", "content": None}]}, "type", "a user turn needs `content`"),
@@ -128,6 +150,19 @@ def test_a_bad_row_is_reported_and_the_others_are_kept(run: Run, row: Any, reaso
     assert (problem.file, problem.number, problem.reason) == ("chats.jsonl", 2, reason)
     assert detail in problem.detail
     assert len(table) == 2
+
+
+def test_a_role_of_the_chat_template_s_own_is_known(run: Run, make_checkpoint: Maker) -> None:
+    rows = [{"messages": [*chat("x", "y")["messages"], {"role": "ipython", "content": "z"}]}]
+    assert run(rows)[0].skipped == {"role": 1}
+    run.directory = make_checkpoint("{%- if messages[0].role == 'ipython' -%}{%- endif -%}" + CHATML)
+    assert run(rows)[0].kept == 1
+
+
+@pytest.mark.parametrize("role", sorted(ROLES))
+def test_every_known_role_is_rendered(run: Run, role: str) -> None:
+    report, _ = run([{"conversations": [*chat("x", "y")["messages"], {"role": role, "content": "z"}]}])
+    assert report.kept == 1
 
 
 def test_on_error_fail_stops_at_the_first_bad_row_and_leaves_no_table(run: Run) -> None:
@@ -183,9 +218,28 @@ def test_what_a_row_says_cannot_steer_the_terminal(run: Run) -> None:
     assert report.problems[0].detail == "`messages[0]`: a \\x1b[2J turn needs `content`"
 
 
-def test_an_id_that_stands_for_two_contents_is_counted(run: Run) -> None:
-    report, _ = run([IDS, {"id": "ids", "input_ids": [9]}, IDS])
-    assert (report.duplicates, report.ids_used_twice) == (1, 1)
+def test_an_id_that_stands_for_several_contents_is_named_with_its_places(run: Run) -> None:
+    def row(source_id: str, token: int) -> dict[str, Any]:
+        return {"id": source_id, "input_ids": [token]}
+
+    first = [row("a", 1), row("b", 2), row("a", 1), row("c", 3)]
+    second = [row("a", 4), row("b", 2), row("c", 5), row("a", 6)]
+    data = Data(
+        sources=(Source(path=run.file(first, "1.jsonl")), Source(path=run.file(second, "2.jsonl"))), processes=1
+    )
+    report, table = run(data)  # reads a row of each in turn
+    assert (report.duplicates, report.ids_used_twice) == (2, 2)
+    assert [(s.id, s.first, s.last) for s in report.shared_ids] == [
+        ("a", "1.jsonl:1", "2.jsonl:4"),
+        ("c", "2.jsonl:3", "1.jsonl:4"),
+    ]
+    lost = [(table[i].source_id, table[i].input_ids.tolist()) for i in sorted(table.nameless)]
+    assert sorted(lost) == [("a", [1]), ("a", [1]), ("a", [4]), ("c", [5])]
+
+
+def test_ids_of_one_content_each_are_no_problem(run: Run) -> None:
+    report, table = run([IDS, IDS, IDS | {"id": "twin"}])
+    assert (report.ids_used_twice, report.shared_ids, table.nameless) == (0, [], frozenset())
 
 
 def test_limit_counts_rows(run: Run) -> None:
@@ -198,14 +252,14 @@ LONG = {"id": "long", "input_ids": list(range(1, 11)), "loss_mask": [0] * 4 + [1
 
 def test_truncate_cuts_the_tail_and_the_mask_with_it(run: Run) -> None:
     report, table = run([LONG], max_model_len=8)
-    assert (report.kept, report.truncated) == (1, 1)
+    assert (report.kept, report.truncated, report.tokens_cut) == (1, 1, 3)
     assert table[0].input_ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert table[0].loss_mask.tolist() == [False] * 4 + [True] * 3
 
 
 def test_a_sample_of_just_the_limit_is_not_cut(run: Run) -> None:
     report, table = run([LONG], max_model_len=11)
-    assert (report.truncated, table.num_tokens.tolist()) == (0, [10])
+    assert (report.truncated, report.tokens_cut, table.num_tokens.tolist()) == (0, 0, [10])
 
 
 def test_nothing_supervised_after_truncation_is_skipped_and_counted(run: Run) -> None:
@@ -221,7 +275,7 @@ def test_overflow_skip(run: Run) -> None:
 
 def test_overflow_split_keeps_the_pieces_that_supervise_something(run: Run) -> None:
     report, table = run([LONG, IDS], max_model_len=5, overflow="split")
-    assert (report.kept, report.split, report.read) == (3, 1, 2)
+    assert (report.kept, report.split, report.read, report.truncated) == (3, 1, 2, 0)
     assert [(table[i].source_id, table[i].input_ids.tolist()) for i in range(3)] == [
         ("long#1", [5, 6, 7, 8]),
         ("long#2", [9, 10]),
