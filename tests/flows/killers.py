@@ -68,6 +68,11 @@ def hold() -> None:
     wait_until(ending().exists)
 
 
+def hang() -> None:
+    (site() / "holding").touch()
+    time.sleep(SECONDS)
+
+
 def kill_flow() -> None:
     os.kill(flow(), signal.SIGKILL)
     hold()  # this process is to be ended by what watches the flow
@@ -94,6 +99,7 @@ ACTIONS: dict[str, Callable[[], None]] = {
     "disk-full": lambda: refuse(errno.ENOSPC),
     "disk-error": lambda: refuse(errno.EIO),
     "hold": hold,
+    "hang": hang,
     "kill-flow": kill_flow,
     "kill-worker": kill_worker,
     "kill-engine-core": kill_engine_core,
