@@ -134,7 +134,12 @@ def test_a_shutdown_ends_an_engine_that_is_being_loaded(monkeypatch: pytest.Monk
     monkeypatch.setattr(CaptureEngine, "_load", load)
     spec = EngineSpec(None, (1,), "float32", Engine(max_num_batched_tokens=64), "", {})  # type: ignore[arg-type]
     engine = CaptureEngine(spec)
-    loading = threading.Thread(target=lambda: pytest.raises(RuntimeError, engine.start))
+
+    def start() -> None:
+        with pytest.raises(RuntimeError, match="its process ended"):
+            engine.start()
+
+    loading = threading.Thread(target=start)
     loading.start()
     assert answer.poll(60)
     assert answer.recv(), "interrupts are kept from it"

@@ -68,11 +68,6 @@ def hold() -> None:
     wait_until(ending().exists)
 
 
-def hang() -> None:
-    (site() / "holding").touch()
-    time.sleep(SECONDS)
-
-
 def kill_flow() -> None:
     os.kill(flow(), signal.SIGKILL)
     hold()  # this process is to be ended by what watches the flow
@@ -99,7 +94,6 @@ ACTIONS: dict[str, Callable[[], None]] = {
     "disk-full": lambda: refuse(errno.ENOSPC),
     "disk-error": lambda: refuse(errno.EIO),
     "hold": hold,
-    "hang": hang,
     "kill-flow": kill_flow,
     "kill-worker": kill_worker,
     "kill-engine-core": kill_engine_core,
