@@ -7,12 +7,14 @@ which sends each record through a socket to the process that owns the engine.
 import contextvars
 import json
 import logging
+import logging.config
 import os
 import socket
 import tempfile
 import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from tasks.report.log import logger
 
@@ -62,7 +64,8 @@ class Receiver:
         os.environ[SOCKET_VARIABLE] = self._address
         self._config = Path(self._directory.name) / "logging.json"
         self._config.write_text(json.dumps(_config(os.environ.get(LEVEL_VARIABLE, "WARNING").upper())))
-        os.environ.setdefault(CONFIG_VARIABLE, str(self._config))  # a user's own file stays
+        if os.environ.setdefault(CONFIG_VARIABLE, str(self._config)) == str(self._config):  # a user's own file stays
+            _keep_other_handlers()
         context = contextvars.copy_context()
         self._thread = threading.Thread(target=context.run, args=(self._run,), name="layertap-engine-log", daemon=True)
         self._thread.start()
@@ -92,6 +95,31 @@ class Receiver:
         if os.environ.get(SOCKET_VARIABLE) == self._address:
             del os.environ[SOCKET_VARIABLE]
         self._directory.cleanup()
+
+
+def _keep_other_handlers() -> None:
+    """Let vLLM, in this process, touch no handlers but its own when it reads the file.
+
+    Python's way of reading it first flushes every handler of the process, while it holds a lock that logging needs.
+    Prefect's handler then waits for a thread that may be about to log: the run would stand still for ever.
+    """
+    as_python_does = logging.config.dictConfig
+
+    def configure(config: dict[str, Any]) -> None:
+        if set(config.get("handlers", ())) != {"layertap"}:
+            as_python_does(config)  # a user's own file, or none
+            return
+        of_vllm = logging.getLogger("vllm")
+        of_vllm.handlers = [Forwarder()]
+        of_vllm.setLevel(config["loggers"]["vllm"]["level"])
+        of_vllm.propagate = False
+
+    logging.config.dictConfig = configure
+    try:
+        import vllm.logger
+    finally:
+        logging.config.dictConfig = as_python_does
+    vllm.logger.dictConfig = configure
 
 
 def _config(level: str) -> dict[str, object]:

@@ -41,6 +41,28 @@ def test_records_of_another_process_arrive(caplog: pytest.LogCaptureFixture, mon
     assert [record.levelno for record in caplog.records] == [logging.WARNING, logging.ERROR, logging.ERROR]
 
 
+class Flushed(logging.Handler):
+    """Notes that it was flushed, as Prefect's handler is by whoever configures logging anew."""
+
+    times = 0
+
+    def flush(self) -> None:
+        self.times += 1
+
+
+def test_vllm_leaves_the_handlers_of_this_process_alone() -> None:
+    handler = Flushed()
+    receiver = Receiver()
+    try:
+        import vllm.logger
+
+        vllm.logger._configure_vllm_root_logger()
+        assert handler.times == 0
+        assert [type(each) for each in logging.getLogger("vllm").handlers] == [Forwarder]
+    finally:
+        receiver.close()
+
+
 def test_a_user_s_own_configuration_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CONFIG_VARIABLE, "/etc/mine.json")
     Receiver().close()
