@@ -105,7 +105,7 @@ def _keep_other_handlers() -> None:
     """
     as_python_does = logging.config.dictConfig
 
-    def configure(config: dict[str, Any]) -> None:
+    def configure(config: Any) -> None:
         if set(config.get("handlers", ())) != {"layertap"}:
             as_python_does(config)  # a user's own file, or none
             return
