@@ -3,7 +3,7 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.markup import escape
@@ -20,9 +20,7 @@ from flows.terminal import (
     ShuffleSeed,
     console,
     load,
-    log_to_terminal,
     outcome,
-    require_prefect,
     show_extraction,
     stop,
 )
@@ -71,11 +69,7 @@ def extract(
     extraction = load(preset)
     from flows.extract import extract as flow  # Prefect takes seconds to import; a bad preset need not wait for it
 
-    require_prefect()
-    log_to_terminal()
-    show_extraction(
-        flow(extraction, dataset, limit, store, chunk_tokens, force, shuffle_seed, only_failed, return_state=True)
-    )
+    show_extraction(flow, extraction, dataset, limit, store, chunk_tokens, force, shuffle_seed, only_failed)
 
 
 @app.command()
@@ -138,9 +132,7 @@ def audit(
         raise stop(ValueError("--samples says how many to recompute; choose how with --reference hf or solo"))
     from flows.audit import audit as flow
 
-    require_prefect()
-    log_to_terminal()
-    report: Any = outcome(flow(store, model, reference, samples, html, return_state=True))
+    _, report = outcome(flow, store, model, reference, samples, html)
     from tasks.report.audit_page import terminal
 
     console.print(terminal(report))

@@ -11,6 +11,7 @@ from prefect.states import Completed, Failed
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.config import ChunkTokens, Extraction, Limit, ShuffleSeed
+from flows.interrupt import standing
 from flows.pause import PauseGate
 from flows.run import begin
 from tasks.extract.checks import check
@@ -89,6 +90,8 @@ def extract(
         chunks = plan_chunks(table, target, wanted.chunk_tokens, wanted.engine.reuse_prefixes, shard, only_failed)
         summary.chunks = len(chunks)
         summary.reused = record_reused(chunks, table, target)
+        wanted_samples = sum(len(chunk.samples) for chunk in chunks)
+        standing(lambda: f"{summary.reused + target.committed} of {wanted_samples} samples are in the store")
         if any(chunk.missing for chunk in chunks):
             require_room(chunks, target, force)
             target.write_provenance(wanted.provenance())

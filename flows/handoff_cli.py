@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from flows.terminal import Force, console, log_to_terminal, outcome, require_prefect, stop
+from flows.terminal import Force, console, outcome, stop
 
 Depths = Annotated[
     str | None,
@@ -36,9 +36,7 @@ def register(app: typer.Typer) -> None:
         _known(to)
         from flows.export import export as flow
 
-        require_prefect()
-        log_to_terminal()
-        report = outcome(flow(store, directory, to, chosen, draft_vocab, model, chunk_tokens, force, return_state=True))
+        _, report = outcome(flow, store, directory, to, chosen, draft_vocab, model, chunk_tokens, force)
         for name, problem in report.failed.items():
             console.print(f"{name}: {problem}", highlight=False, soft_wrap=True, markup=False)
         console.print(
@@ -73,9 +71,7 @@ def register(app: typer.Typer) -> None:
         _known(origin)
         from flows.import_files import import_files as flow
 
-        require_prefect()
-        log_to_terminal()
-        report = outcome(flow(directory, store, origin, model, chosen, chunk_tokens, force, return_state=True))
+        _, report = outcome(flow, directory, store, origin, model, chosen, chunk_tokens, force)
         for each in report.refused:
             console.print(f"{each.file}: {each.reason}: {each.detail}", highlight=False, soft_wrap=True, markup=False)
         console.print(

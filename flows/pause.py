@@ -1,5 +1,6 @@
 """Pausing a run between chunks, from the command line or through Prefect's API."""
 
+from collections.abc import Callable
 from datetime import UTC, datetime
 from time import sleep
 from typing import Any
@@ -30,8 +31,8 @@ class PauseGate:
     def __init__(self, flow_run: UUID | str | None) -> None:
         self._flow_run = None if flow_run is None else UUID(str(flow_run))
 
-    def __call__(self) -> None:
-        """Return at once, or when the run was resumed.
+    def __call__(self, ended: Callable[[], bool] = lambda: False) -> None:
+        """Return at once, or when the run was resumed, or has ended while it was paused.
 
         Raises:
             PauseError: the run was not resumed in the time that the pause allows.
@@ -40,7 +41,9 @@ class PauseGate:
             return
         told = False
         with get_client(sync_client=True) as client:
-            while (state := client.read_flow_run(self._flow_run).state) is not None and state.is_paused():
+            while (
+                not ended() and (state := client.read_flow_run(self._flow_run).state) is not None and state.is_paused()
+            ):
                 if state.state_details.pause_reschedule:
                     return  # suspended: Prefect itself ends this process and starts another when it is resumed
                 limit = state.state_details.pause_timeout
@@ -50,7 +53,7 @@ class PauseGate:
                     logger.info("paused: no further chunk is begun until the run is resumed")
                     told = True
                 sleep(POLL_S)
-        if told:
+        if told and not ended():
             logger.info("resumed")
 
 

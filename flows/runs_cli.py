@@ -1,6 +1,6 @@
 """The verbs for runs on many nodes, and for runs that are going: fleet, pause, resume."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -15,7 +15,6 @@ from flows.terminal import (
     ShuffleSeed,
     console,
     load,
-    log_to_terminal,
     require_prefect,
     show_extraction,
     stop,
@@ -47,26 +46,15 @@ def register(app: typer.Typer) -> None:
         if ray == (deployment is not None):
             raise stop(ValueError("name a deployment whose workers extract the shards with --deployment, or use --ray"))
         extraction = load(preset)
-        knobs: dict[str, Any] = {
-            "dataset": dataset,
-            "limit": limit,
-            "store": store,
-            "chunk_tokens": chunk_tokens,
-            "force": force,
-            "shuffle_seed": shuffle_seed,
-            "only_failed": only_failed,
-            "return_state": True,
-        }
-        require_prefect()
-        log_to_terminal()
+        knobs = (dataset, limit, store, chunk_tokens, force, shuffle_seed, only_failed)
         if deployment is not None:
             from flows.fleet import extract_fleet
 
-            show_extraction(extract_fleet(extraction, deployment, nodes, **knobs))
+            show_extraction(extract_fleet, extraction, deployment, nodes, *knobs)
         else:
             from flows.ray_fleet import extract_ray
 
-            show_extraction(extract_ray(extraction, **knobs))
+            show_extraction(extract_ray, extraction, *knobs)
 
     @app.command()
     def pause(

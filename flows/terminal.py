@@ -1,6 +1,7 @@
 """What the verbs of the command line share: their options, their messages, and how a run ends there."""
 
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -64,19 +65,34 @@ def log_to_terminal() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
 
 
-def outcome(state: Any) -> Any:
-    """What a flow run left, once its records are written down; a run that was cut off by an error ends the command."""
+def outcome(flow: Callable[..., Any], *arguments: Any) -> tuple[Any, Any]:
+    """Run a flow; returns its state and what it left, once its records are written down.
+
+    A run that was cut off by an error ends the command, and so does an interrupt.
+    """
+    require_prefect()
+    log_to_terminal()
+    from flows.interrupt import interruptible
+    from flows.own_server import OwnServer
     from flows.run import settle
 
+    OwnServer()  # in the place of Prefect's, if one is needed
+
+    def run() -> Any:
+        state: Any = flow(*arguments, return_state=True)
+        settle(state.state_details.flow_run_id)
+        return state
+
+    state = interruptible(run)
     result = state.result(raise_on_failure=False)
-    settle(state.state_details.flow_run_id)
     if isinstance(result, BaseException):
         raise stop(result)
-    return result
+    return state, result
 
 
-def show_extraction(state: Any) -> None:
-    """Print the summary of an extraction; ends the command with 1 unless everything asked for is in the store."""
-    console.print(outcome(state).table())
+def show_extraction(flow: Callable[..., Any], *arguments: Any) -> None:
+    """Run a flow that extracts, and print its summary; ends with 1 unless everything asked for is in the store."""
+    state, summary = outcome(flow, *arguments)
+    console.print(summary.table())
     if not state.is_completed():
         raise typer.Exit(1)

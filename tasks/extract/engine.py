@@ -8,14 +8,17 @@ import atexit
 import contextvars
 import gc
 import itertools
+import multiprocessing
 import os
 import queue
+import signal
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from multiprocessing import resource_tracker
 from pathlib import Path
 from time import monotonic
 from typing import Any, Self
@@ -48,6 +51,8 @@ GO_ON_TOKENS = 16  # of the probe
 END_SECONDS, ABANDON_SECONDS = 60.0, 5.0  # in order; after one of them died
 LINGER_SECONDS = 1.0  # for which vLLM's processes may go on once there is nothing left for them to do, and are killed
 EVIDENCE_ROWS = 32  # rows of a sample whose values are compared where ranks disagree
+
+TRACKER_WARNINGS = "ignore:resource_tracker:UserWarning"
 
 #: vLLM's workers with the capture, by platform.
 WORKERS = {
@@ -148,6 +153,7 @@ class CaptureEngine:
         self._processes: list[Process] = []
         self._lost_at: float | None = None
         self._logs: Receiver | None = None
+        self._others = set(multiprocessing.active_children())
         self._devices = Devices(spec.owner)
         # What the engine logs belongs to the run that made it.
         run = contextvars.copy_context().run
@@ -186,6 +192,10 @@ class CaptureEngine:
             return
         while self._thread.is_alive():
             self._thread.join(0.1)
+            if not self._started.done():
+                # Nothing interrupts vLLM while it loads a model, and there is nothing to be lost yet.
+                for child in set(multiprocessing.active_children()) - self._others:
+                    child.kill()
             limit = END_SECONDS if self._dead is None else ABANDON_SECONDS
             if self._lost_at is not None and monotonic() - self._lost_at > limit:
                 # A thread inside vLLM that waits for an answer of a process that was killed never comes back.
@@ -225,6 +235,7 @@ class CaptureEngine:
     def _run(self) -> None:
         vllm_engine = None
         try:
+            _prepare_for_children()
             with others_kept():
                 vllm_engine = self._load()
             self._watch()
@@ -575,3 +586,15 @@ class CaptureEngine:
             values = vllm_engine.collective_rpc("layertap_values", args=(receipts[0].key, rows))
         evidence = [RowEvidence(d, tuple(rows), v) for d, v in zip(digests, values, strict=True)]
         return [replace(receipt, evidence=e) for receipt, e in zip(receipts, evidence, strict=True)]
+
+
+def _prepare_for_children() -> None:
+    """Let no interrupt at the terminal reach the processes that this thread starts; it is the run's to end them.
+
+    vLLM's processes would end at once in the midst of their work, which looks like the engine's death.
+    """
+    # What vLLM's processes share is cleared away by this tracker, as they are killed at the end; no news to anybody.
+    warnings = [kept for kept in os.environ.get("PYTHONWARNINGS", "").split(",") if kept and kept != TRACKER_WARNINGS]
+    os.environ["PYTHONWARNINGS"] = ",".join([*warnings, TRACKER_WARNINGS])
+    resource_tracker.ensure_running()  # started later, it would leave the signal unblocked
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -38,7 +38,7 @@ class LazyEngine:
         self,
         spec: EngineSpec,
         *,
-        pause: Callable[[], None] = lambda: None,
+        pause: Callable[[Callable[[], bool]], None] = lambda ended: None,
         probe: Probe | None = None,
         record: Callable[[Mapping[str, Any]], None] = lambda facts: None,
     ) -> None:
@@ -46,7 +46,7 @@ class LazyEngine:
 
         Args:
             spec: of the engine.
-            pause: called before each chunk; returns when it may be begun.
+            pause: called before each chunk; returns when it may be begun, or what it is given says that the run ends.
             probe: the sentence that the model is to go on with, if it is trained.
             record: told what is known of an engine once it has started.
         """
@@ -74,7 +74,7 @@ class LazyEngine:
             StartupError: the engine cannot be started as configured.
             EngineDied: it ended while it was being started.
         """
-        self._pause()
+        self._pause(lambda: self._closed)
         with self._lock:
             if self.halted:
                 raise Halted(self.halted)

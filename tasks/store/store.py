@@ -181,6 +181,8 @@ class Store:
         self._closed = False
         self.rebuilt: Rebuilt | None = None
         """What became of the manifest where it was found damaged on opening."""
+        self.committed = 0
+        """Samples that were committed since the store was opened."""
         try:
             self.collected = backend.collect_staging(alone=share is None)
             self.manifest = ManifestWriter(backend, f"{run}-{share.name}" if share else run, alone=share is None)
@@ -440,6 +442,7 @@ class Store:
             for key in {sample.key for sample in samples} - {sample.key for sample in fresh}:
                 shutil.rmtree(staging / key, ignore_errors=True)
                 self._release(key)
+            self.committed += len(committed)
         return committed
 
     def _check_staged(self, staging: Path, sample: StagedSample) -> None:

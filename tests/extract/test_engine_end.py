@@ -1,5 +1,7 @@
 """How jobs and callers learn that the engine has ended; with a vLLM that never gives an answer."""
 
+import multiprocessing
+import signal
 import subprocess
 import sys
 import threading
@@ -110,3 +112,38 @@ def test_a_process_is_not_mistaken_for_another(child: subprocess.Popen[bytes]) -
     process.kill()  # nothing is there to be ended any more, whoever may have its number
     with pytest.raises(ProcessLookupError):
         Process(child.pid)
+
+
+def told_of_interrupts(answer: Any) -> None:
+    """In a process of the engine: say whether interrupts are kept from it, and go on for ever."""
+    answer.send(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+    threading.Event().wait()
+
+
+def test_a_shutdown_ends_an_engine_that_is_being_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And until then, an interrupt at the terminal reaches none of its processes."""
+    answer, theirs = multiprocessing.Pipe(duplex=False)
+    spawn = multiprocessing.get_context("spawn")
+
+    def load(self: CaptureEngine) -> Any:
+        process = spawn.Process(target=told_of_interrupts, args=(theirs,))
+        process.start()
+        process.join()
+        raise RuntimeError("its process ended")
+
+    monkeypatch.setattr(CaptureEngine, "_load", load)
+    spec = EngineSpec(None, (1,), "float32", Engine(max_num_batched_tokens=64), "", {})  # type: ignore[arg-type]
+    engine = CaptureEngine(spec)
+
+    def start() -> None:
+        with pytest.raises(RuntimeError, match="its process ended"):
+            engine.start()
+
+    loading = threading.Thread(target=start)
+    loading.start()
+    assert answer.poll(60)
+    assert answer.recv(), "interrupts are kept from it"
+    engine.shutdown()
+    loading.join(60)
+    assert not loading.is_alive()
+    assert not multiprocessing.active_children()

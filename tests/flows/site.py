@@ -18,6 +18,26 @@ ROOT = Path(__file__).parent.parent.parent
 SECONDS = 900  # for whatever is waited for; machines are shared
 
 
+def marked(directory: Path) -> dict[int, str]:
+    """Running processes that are marked by the directory, and their commands."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, ValueError, IndexError):
+            mark = f"{killers.SITE}={directory}".encode()
+            dead = (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+            if mark in (entry / "environ").read_bytes().split(b"\0") and not dead:
+                found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:200]
+    return found
+
+
+def parent(pid: int) -> int | None:
+    """The process that started this one; None if it has ended."""
+    try:
+        return killers.parent(pid)
+    except OSError:
+        return None
+
+
 class Site:
     """A server at an address, with processes that are marked by the directory of the site."""
 
@@ -63,15 +83,8 @@ class Site:
     def leftovers(self) -> dict[int, str]:
         """Processes of flows and their engines: all that are marked, but for the scripts and what those started."""
         own = {script.pid for script in self.scripts}
-        found = {}
-        for entry in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError, ValueError, IndexError):
-                pid = int(entry.name)
-                marked = f"{killers.SITE}={self.directory}".encode() in (entry / "environ").read_bytes().split(b"\0")
-                dead = (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
-                if marked and not dead and pid not in own and killers.parent(pid) not in own:
-                    found[pid] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:200]
-        return found
+        found = marked(self.directory).items()
+        return {pid: command for pid, command in found if pid not in own and parent(pid) not in own}
 
     def close(self) -> None:
         for script in self.scripts:

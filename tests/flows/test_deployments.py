@@ -341,7 +341,12 @@ def test_all_of_it_by_one_script_with_postgresql(survivor: tuple[str, Extraction
         try:
             script = place.deploy()
             place.wait(place.worker_started)
-            assert f"export PREFECT_API_URL={address}" in (tmp_path / "deploy-0.log").read_text()
+            told = (tmp_path / "deploy-0.log").read_text()
+            assert f"export PREFECT_API_URL={address}" in told
+            log = tmp_path / "prefect" / f"layertap-server-{port}.log"
+            assert f"the server's log: {log}" in told
+            assert "Check out the dashboard" in log.read_text(), "it does not hide what the worker says"
+            assert "Check out the dashboard" not in told
             place.environment["PREFECT_API_URL"] = address
             doctor = place.run(sys.executable, "-m", "flows.cli", "doctor", "--prefect")
             assert (doctor.returncode, "Prefect is set up" in doctor.stdout) == (0, True), doctor.stdout

@@ -64,6 +64,19 @@ def test_a_pause_that_was_too_long_ends_the_run() -> None:
     assert state.is_failed()
 
 
+def test_a_paused_run_that_ends_waits_no_longer(polls: list[Callable[[], None]]) -> None:
+    ended: list[bool] = []
+
+    def steps(name: str, gate: PauseGate) -> None:
+        pause(name)
+        polls.append(lambda: ended.append(True))
+        gate(lambda: bool(ended))
+        resume(name)
+
+    assert run(steps).is_completed()
+    assert ended == [True]
+
+
 def test_a_suspended_run_is_left_to_prefect(polls: list[Callable[[], None]]) -> None:
     def steps(name: str, gate: PauseGate) -> None:
         suspended: State[Any] = Suspended()
