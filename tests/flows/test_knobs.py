@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -45,8 +46,8 @@ def test_a_paused_run_finishes_what_it_has_begun_and_nothing_else(
             pause(store.run)
         return original_commit(store, samples)
 
-    def gate(self: PauseGate) -> None:
-        original_gate(self)
+    def gate(self: PauseGate, ended: Callable[[], bool]) -> None:
+        original_gate(self, ended)
         begun.append(1)
 
     def poll(seconds: float) -> None:
