@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from infra.bench.processor_time import parent_and_seconds
 from tasks.extract.assemble import RowSummary, summarize
 from tasks.extract.assembly import AssemblySpec, CaptureSettings, Place, Wanted
 from tasks.extract.assembly_process import AssemblyProcess
@@ -90,10 +91,10 @@ def run(args: argparse.Namespace, reuse: bool, prefixes: list[Rows], own: Rows) 
             if member == 0 or not reuse:
                 pieces.append(Piece(key, 0, prefix))
             pieces.append(Piece(key, args.shared, own))
-    before = _processor_seconds(process.pid)
+    _, before = parent_and_seconds(process.pid)
     try:
         seconds = _feed(process, inbox, wanted, list(steps(pieces, args.rows)))
-        spent = _processor_seconds(process.pid) - before
+        spent = parent_and_seconds(process.pid)[1] - before
         report = process.report()
         inbox.expect_end()
         process.close()
@@ -108,11 +109,6 @@ def run(args: argparse.Namespace, reuse: bool, prefixes: list[Rows], own: Rows) 
         "seconds": round(seconds, 2),
         "processor_seconds": round(spent, 2),
     }
-
-
-def _processor_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _feed(process: AssemblyProcess, inbox: Inbox, wanted: list[Wanted], made: list[list[Piece]]) -> float:

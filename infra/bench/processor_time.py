@@ -56,12 +56,10 @@ class ProcessorTime:
         seconds: dict[int, float] = {}
         for path in Path("/proc").glob("[0-9]*/stat"):
             try:
-                fields = path.read_text().rpartition(")")[2].split()
+                pid = int(path.parent.name)
+                parents[pid], seconds[pid] = parent_and_seconds(pid)
             except OSError:  # it has ended
                 continue
-            pid = int(path.parent.name)
-            parents[pid] = int(fields[1])
-            seconds[pid] = (int(fields[11]) + int(fields[12])) * TICK
         for pid in seconds:
             if (chain := _chain(pid, parents)) is not None:  # each time: what has just been forked is not yet itself
                 self._groups[pid] = self._group([_command(each) for each in chain])
@@ -74,6 +72,12 @@ class ProcessorTime:
         fields = Path("/proc/stat").read_text().split(None, 8)[1:8]
         busy = sum(int(fields[i]) for i in (0, 1, 2, 5, 6)) * TICK
         self._readings.append((time.time(), sums | {REST: busy - sum(sums.values())}))
+
+
+def parent_and_seconds(pid: int) -> tuple[int, float]:
+    """A process's parent, and the processor time that it has spent."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return int(fields[1]), (int(fields[11]) + int(fields[12])) * TICK
 
 
 def _chain(pid: int, parents: dict[int, int]) -> list[int] | None:
