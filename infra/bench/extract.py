@@ -10,9 +10,9 @@ commit; its time ends when the last sample is durable. A round has so many promp
 ``--seconds``, since writing the last step's samples is a fixed cost. Each round has a store of its own.
 
 ``--native`` runs vLLM's own ``extract_hidden_states`` in a second engine on the same prompts; its time ends when the
-last byte of its files is there. ``--minutes`` goes on with rounds of extraction and prints the host memory of every
-process after each. ``VLLM_USE_V2_MODEL_RUNNER=1`` in the environment chooses vLLM's V2 model runner, except for its
-own extraction, which knows V1 only. Prints one JSON object.
+last byte of its files is on the disk, too. ``--minutes`` goes on with rounds of extraction and prints the host memory
+of every process after each. ``VLLM_USE_V2_MODEL_RUNNER=1`` in the environment chooses vLLM's V2 model runner, except for
+its own extraction, which knows V1 only. Prints one JSON object.
 """
 
 import argparse
@@ -366,6 +366,7 @@ def run_native(args: argparse.Namespace, checkpoint: Checkpoint, depths: tuple[i
             if time.perf_counter() - began > computed + 120:
                 raise TimeoutError(f"{size()} of {wanted} bytes were written; the others were lost")
             time.sleep(0.01)
+        os.sync()  # a commit is durable; so are these files to be
         return time.perf_counter() - began, computed
 
     result: dict[str, Any] = {"kv": kv_capacity(vllm_engine), "tokens_per_s": [], "bytes_per_token": []}

@@ -21,8 +21,9 @@ from tasks.extract.prefix_rows import Holding, PrefixRows, Reused
 from tasks.extract.staged_rows import StagedRows
 from tasks.extract.witness import unlike_rows
 
-#: Poison: a row that is never written has NaN in its first columns, where it could hold plausible zeros or another
-#: sample's states. Filling whole rows would cost as much as writing them.
+#: Poison: a row that is to be written has NaN in its first columns until it is, where it could hold plausible zeros or
+#: another sample's states. Filling whole rows would cost as much as writing them. Rows that will not be written, since
+#: a staged file has them, are not touched: the system would have to find memory for them.
 POISONED_COLUMNS = 8
 
 
@@ -170,7 +171,7 @@ class Assembler:
     _placed: list[_Placed] = field(default_factory=list)
     """Rows of this step; their states are still to be copied."""
     _unsettled: dict[str, Sample] = field(default_factory=dict)
-    """Samples of this step with gaps."""
+    """Samples of this step that were not handed on."""
 
     def expect(self, key: str, num_tokens: int, directory: Path, prefix: Sequence[bytes] = (), shared: int = 0) -> None:
         """Announce a sample that the engine will be asked for.
@@ -237,6 +238,7 @@ class Assembler:
             kept = max(0, min(stop, sample.states_LTH.shape[1]) - start)
             here_LTH = sample.states_LTH[:, start : start + kept]
             copies = [(to, rows[first : first + kept]) for to, rows in zip(here_LTH, states, strict=True)]
+            _poison(copies)
         place = slice(start, stop)
         rows = slice(rows.start, rows.start + num_rows)
         sample.digests_TL[place] = summary.digests_NL[rows].numpy()
@@ -250,44 +252,57 @@ class Assembler:
         self._placed.append(_Placed(sample, start, stop, copies))
 
     def settle(self) -> None:
-        """End a step: copy its rows, fill the gaps of its samples, and hand on those that are complete.
-
-        Gaps are filled last, since another sample of the same step may bring the rows.
-        """
-        self._copy()
+        """End a step: copy its rows, fill the gaps of its samples, and hand on those that are complete."""
+        self._hand_on()
         unsettled, self._unsettled = self._unsettled, {}
-        copies: list[Copy] = []
         for sample in unsettled.values():
-            assert self.prefixes is not None
-            missing = []
-            for first, last in sample.gaps:
-                found = self.prefixes.fill(sample, sample.prefix, first, last, states=self.keeps(sample.key))
-                if found is None:
-                    missing.append((first, last))
-                else:
-                    sample.reused += found.reused
-                    sample.staged += found.staged
-                    copies += found.copies
-            sample.gaps = missing
-        self.copies.run(copies)
-        for sample in unsettled.values():
-            if sample.complete and not sample.gaps:
-                self._finish(sample)
-            elif sample.complete:
+            if sample.complete:
                 del self._samples[sample.key], self._expected[sample.key]
                 self.on_lost(sample)
 
-    def _copy(self) -> None:
-        """Copy the rows placed so far, hold those that others may need, and hand on samples without gaps."""
+    def _hand_on(self) -> None:
+        """Copy the rows placed so far, hold those that others may need, and hand on the samples that are complete.
+
+        Gaps are filled last, since another sample of the same step may bring the rows; it may even be still to come.
+        """
         placed, self._placed = self._placed, []
         self.copies.run([copy for rows in placed for copy in rows.copies])
         if self.prefixes is not None:
             self.prefixes.hold([self._to_hold(rows, self.prefixes.block) for rows in placed])
-        for sample in {rows.sample.key: rows.sample for rows in placed}.values():
-            if sample.gaps:
-                self._unsettled[sample.key] = sample
-            elif sample.complete:
-                self._finish(sample)
+        self._unsettled.update((rows.sample.key, rows.sample) for rows in placed)
+        copies: list[Copy] = []
+        whole: list[Sample] = []
+        for sample in sorted(self._unsettled.values(), key=lambda sample: bool(sample.gaps)):
+            copies += self._fill(sample)
+            if sample.complete and not sample.gaps:
+                whole.append(sample)
+                # Before the next one is filled: of a family in one step, the first is staged and the others link to it.
+                self._promise(sample)
+        self.copies.run(copies)
+        for sample in whole:
+            del self._unsettled[sample.key]
+            self._finish(sample)
+
+    def _fill(self, sample: Sample) -> list[Copy]:
+        """Fill the gaps whose rows are held; returns the copies to be made before anything else is held."""
+        copies: list[Copy] = []
+        missing = []
+        for first, last in sample.gaps:
+            assert self.prefixes is not None
+            found = self.prefixes.fill(sample, sample.prefix, first, last, states=self.keeps(sample.key))
+            if found is None:
+                missing.append((first, last))
+            else:
+                sample.reused += found.reused
+                sample.staged = sorted([*sample.staged, *found.staged], key=lambda rows: rows.start)
+                copies += found.copies
+        sample.gaps = missing
+        _poison(copies)
+        return copies
+
+    def _promise(self, sample: Sample) -> None:
+        if self.prefixes is not None and sample.states_LTH is not None and self.keeps(sample.key):
+            sample.promised = self.prefixes.staged.promise(sample.prefix, sample.shared, sample.digests_TL)
 
     def _to_hold(self, rows: _Placed, block: int) -> Holding:
         """The blocks of a sample's prefix that new rows complete."""
@@ -303,8 +318,6 @@ class Assembler:
         if sample.buffer is not None and not self.keeps(sample.key):
             self.give_back(sample.buffer)
             sample.states_LTH = sample.buffer = None
-        if self.prefixes is not None and sample.states_LTH is not None:
-            sample.promised = self.prefixes.staged.promise(sample.prefix, sample.shared, sample.digests_TL)
         self.on_complete(sample)
 
     def refuse(self, key: str, shape: tuple[int, ...], dtype: str) -> None:
@@ -327,10 +340,9 @@ class Assembler:
         if kept:
             num_bytes = kept * self.num_depths * self.hidden_size * self.dtype.itemsize
             if not self.has_room(num_bytes):
-                self._copy()  # room is only made by samples that are handed on
+                self._hand_on()  # only that makes room
             buffer = self.take(num_bytes)
             states = buffer[:num_bytes].view(self.dtype).view(self.num_depths, kept, self.hidden_size)
-            states[:, :, :POISONED_COLUMNS] = torch.nan
         sample = Sample(
             key=key,
             num_tokens=num_tokens,
@@ -364,3 +376,8 @@ def _cut_staged(sample: Sample, start: int) -> int:
         sample.gaps.append((cut, start))
     sample.staged = [rows for rows in sample.staged if rows.stop <= cut]
     return cut
+
+
+def _poison(copies: Iterable[Copy]) -> None:
+    for there, _ in copies:
+        there[..., :POISONED_COLUMNS] = torch.nan

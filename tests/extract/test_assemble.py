@@ -1,5 +1,6 @@
 """Assembly: whatever way the rows arrive, a sample is handed on whole or not at all."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from tasks.digest import row_digests, sample_digest
 from tasks.extract.assemble import Assembler, Sample, summarize
+from tasks.extract.copies import Copies, Copy
 from tasks.extract.memory import HostMemory
 
 L, H = 2, 4
@@ -139,15 +141,22 @@ def test_a_sample_may_have_several_pieces_in_a_step() -> None:
     assert torch.equal(sample.states_LTH, rows)
 
 
+class LossyCopies(Copies):
+    """Loses the copies of the second depth."""
+
+    def run(self, copies: Sequence[Copy]) -> None:
+        super().run(copies[::L])
+
+
 def test_unwritten_rows_are_poison() -> None:
-    to = assembler([])
+    done: list[Sample] = []
+    to, rows = assembler(done, copies=LossyCopies()), states(4, 1)
     to.expect("k", 4, HERE)
-    feed(to, "k", 0, states(2, 1), range(2))
-    left = to.forget("k")
-    assert left is not None
-    assert left.states_LTH is not None
-    assert torch.isnan(left.states_LTH[:, 2:]).all()
-    assert torch.isfinite(left.states_LTH[:, :2]).all()
+    feed(to, "k", 0, rows, range(4))
+    (sample,) = done
+    assert sample.states_LTH is not None
+    assert torch.equal(sample.states_LTH[0], rows[0])
+    assert torch.isnan(sample.states_LTH[1]).all()
 
 
 def test_a_rank_that_only_digests_keeps_no_states() -> None:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from tasks.digest import row_digests, sample_digest
 from tasks.extract.assemble import Assembler, Sample, summarize
-from tasks.extract.memory import HostMemory
 from tasks.extract.prefix_rows import PrefixRows
 from tasks.prefixes import prefix_names
 from tasks.vocabulary import SharedChunk
@@ -39,6 +38,9 @@ class Rank:
         self.done: dict[str, Sample] = {}
         self.lost: dict[str, Sample] = {}
         self.given_back = 0
+        self.room = True
+        self.done_before: list[list[str]] = []
+        """What was handed on when each sample was begun."""
         self.prefixes = PrefixRows(
             block=BLOCK,
             num_depths=L,
@@ -53,11 +55,16 @@ class Rank:
             dtype=torch.float32,
             keeps=lambda key: keeps,
             on_complete=self._complete,
-            take=HostMemory(1 << 20).take,
+            take=self._take,
             give_back=self._count,
+            has_room=lambda _num_bytes: self.room,
             on_lost=lambda sample: self.lost.update({sample.key: sample}),
             prefixes=self.prefixes,
         )
+
+    def _take(self, num_bytes: int) -> torch.Tensor:
+        self.done_before.append([*self.done])
+        return torch.full((num_bytes // 4,), torch.nan).view(torch.uint8)
 
     def _complete(self, sample: Sample) -> None:
         self.done[sample.key] = sample
@@ -68,7 +75,7 @@ class Rank:
         """Do as the writer does: link to the chunks that are staged, and offer the others."""
         assert sample.states_LTH is not None
         for rows in sample.staged:
-            assert sample.states_LTH[:, rows.start : rows.stop].isnan().any(), "they were copied for nothing"
+            assert sample.states_LTH[:, rows.start : rows.stop].isnan().all(), "they were copied for nothing"
             staged = rows.files().chunks
             chunk = torch.stack([self.files[staged[f"{rows.start} {depth}"].name] for depth in range(L)])
             sample.states_LTH[:, rows.start : rows.stop] = chunk
@@ -153,6 +160,35 @@ def test_rows_that_are_staged_are_not_copied() -> None:
     assert [(rows.start, rows.stop) for rows in rank.done["b"].staged] == [(0, 6), (6, 12)]
     assert [(rows.start, rows.stop) for rows in rank.done["c"].staged] == [(0, 6)]
     assert [tuple(r) for r in rank.done["b"].reused] == [(0, 16, "a")], "they are reused none the less"
+
+
+def test_a_family_in_one_step_is_staged_once() -> None:
+    """Each of it has a gap, since all samples begin alike; the first to be whole is who the others link to."""
+    before = [*range(8), 99]
+    family = {name: [*range(20), last] for name, last in {"a": 50, "b": 51, "c": 52}.items()}
+    rank = Rank(stages=True)
+    rank.expect({"before": before} | family)
+    rank.step(("before", before, 0, 9))
+    rank.step(("a", family["a"], 8, 21), ("b", family["b"], 20, 21), ("c", family["c"], 20, 21))
+    for key, ids in family.items():
+        check(rank.done[key], ids)
+    assert [(rows.start, rows.stop) for rows in rank.done["a"].staged] == [(0, 6)]
+    for key in ("b", "c"):
+        assert [(rows.start, rows.stop) for rows in rank.done[key].staged] == [(0, 6), (6, 12), (12, 18)]
+
+
+def test_samples_with_gaps_make_room_for_the_next_of_their_step() -> None:
+    a, b, c, d = [*range(12)], [*range(8), 50], [*range(12), 52, 53, 54, 55], [*range(12), 52, 53, 54, 55, 9]
+    rank = Rank()
+    rank.room = False
+    rank.expect({"a": a, "b": b, "c": c, "d": d})
+    rank.step(("a", a, 0, 12))
+    # The rows that d lacks are still to come when c is begun: it waits, and nothing else does.
+    rank.step(("d", d, 16, 17), ("b", b, 8, 9), ("c", c, 12, 16))
+    assert rank.done_before == [[], ["a"], ["a"], ["a", "b"]]
+    assert [*rank.done] == ["a", "b", "d", "c"]
+    for key, ids in {"a": a, "b": b, "c": c, "d": d}.items():
+        check(rank.done[key], ids)
 
 
 def test_a_preempted_sample_may_need_rows_that_it_had_not_copied() -> None:
