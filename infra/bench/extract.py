@@ -11,8 +11,8 @@ commit; its time ends when the last sample is durable. A round has so many promp
 
 ``--native`` runs vLLM's own ``extract_hidden_states`` in a second engine on the same prompts; its time ends when the
 last byte of its files is on the disk, too. ``--minutes`` goes on with rounds of extraction and prints the host memory
-of every process after each. ``VLLM_USE_V2_MODEL_RUNNER=1`` in the environment chooses vLLM's V2 model runner, except for
-its own extraction, which knows V1 only. Prints one JSON object.
+of every process after each. ``VLLM_USE_V2_MODEL_RUNNER=1`` in the environment chooses vLLM's V2 model runner, except
+for its own extraction, which knows V1 only. Prints one JSON object.
 """
 
 import argparse
