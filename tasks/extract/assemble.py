@@ -25,6 +25,7 @@ from tasks.extract.witness import unlike_rows
 #: another sample's states. Filling whole rows would cost as much as writing them. Rows that will not be written, since
 #: a staged file has them, are not touched: the system would have to find memory for them.
 POISONED_COLUMNS = 8
+_NAN_BYTE = 0xFF  # all bits set are NaN in every type of float
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,28 @@ def _examine(rows_NH: torch.Tensor) -> tuple[torch.Tensor, ...]:
     )
 
 
+class Arrived(NamedTuple):
+    """The rows of one step in host memory.
+
+    Arrays, since a slice of a tensor gives up the interpreter's lock, for which some dozen threads wait that encode.
+    """
+
+    states: Sequence[npt.NDArray[np.uint8]]
+    """Per depth [N, B], the bytes of the rows that this rank keeps."""
+    digests_NL: npt.NDArray[np.int64]
+    squares_NL: npt.NDArray[np.float64]
+    nonfinite_NL: npt.NDArray[np.int32]
+    zero_NL: npt.NDArray[np.bool_]
+    unlike_NL: npt.NDArray[np.bool_]
+    input_ids_N: npt.NDArray[np.int32]
+
+    @classmethod
+    def of(cls, states: Iterable[torch.Tensor], summary: RowSummary) -> "Arrived":
+        """States per depth [N, H] and the summary of the step's rows, both in host memory, which is not copied."""
+        rows = [rows_NH.contiguous().view(torch.uint8).numpy() for rows_NH in states]
+        return cls(rows, *(column.numpy() for column in vars(summary).values()))
+
+
 @dataclass
 class Sample:
     """A sample being assembled on one rank."""
@@ -90,10 +113,11 @@ class Sample:
     num_tokens: int
     hidden_size: int
     directory: Path
-    states_LTH: torch.Tensor | None
-    """None on a rank that only digests."""
+    dtype: torch.dtype
+    bytes_LTB: npt.NDArray[np.uint8] | None
+    """Of the states; None on a rank that only digests."""
     buffer: torch.Tensor | None
-    """The memory under ``states_LTH``, to be given back."""
+    """The memory under them, to be given back."""
     digests_TL: npt.NDArray[np.int64]
     squares_TL: npt.NDArray[np.float64]
     nonfinite_TL: npt.NDArray[np.int32]
@@ -111,7 +135,7 @@ class Sample:
     reused: list[Reused] = field(default_factory=list)
     """Rows that were computed for other samples."""
     staged: list[StagedRows] = field(default_factory=list)
-    """Of these, rows that are in staged files, or will be; ``states_LTH`` does not have them. In order."""
+    """Of these, rows that are in staged files, or will be; ``bytes_LTB`` does not have them. In order."""
     promised: list[StagedRows] = field(default_factory=list)
     """Rows that others count on this sample to stage."""
     whole_from: int = 0
@@ -119,6 +143,11 @@ class Sample:
     error: str | None = None
     misshapen: tuple[tuple[int, ...], str] | None = None
     """Shape [L, rows, ...] and element type of what was computed, where it is not what was asked for."""
+
+    @property
+    def states_LTH(self) -> torch.Tensor | None:
+        """The states, in the same memory."""
+        return None if self.bytes_LTB is None else torch.from_numpy(self.bytes_LTB).view(self.dtype)
 
     @property
     def complete(self) -> bool:
@@ -197,8 +226,7 @@ class Assembler:
         self,
         key: str,
         start: int,
-        states: Iterable[torch.Tensor],
-        summary: RowSummary,
+        arrived: Arrived,
         rows: slice,
         state_rows: slice | None = None,
     ) -> None:
@@ -207,8 +235,7 @@ class Assembler:
         Args:
             key: of the sample; rows of samples that are not expected (a warm-up's, say) are ignored.
             start: absolute position of the first row.
-            states: per depth [N, H] in host memory.
-            summary: of all rows of the step, in host memory.
+            arrived: all rows of the step.
             rows: the request's rows in the summary.
             state_rows: its rows in the states, where those are not all of the step.
         """
@@ -233,20 +260,19 @@ class Assembler:
             sample.reused = [r._replace(stop=min(r.stop, kept)) for r in sample.reused if r.start < kept]
             sample.whole_from = min(sample.whole_from, start)
         copies: list[Copy] = []
-        if sample.states_LTH is not None:
+        if sample.bytes_LTB is not None:
             first = (state_rows or rows).start
-            kept = max(0, min(stop, sample.states_LTH.shape[1]) - start)
-            here_LTH = sample.states_LTH[:, start : start + kept]
-            copies = [(to, rows[first : first + kept]) for to, rows in zip(here_LTH, states, strict=True)]
-            _poison(copies)
+            kept = max(0, min(stop, sample.bytes_LTB.shape[1]) - start)
+            here_LTB = sample.bytes_LTB[:, start : start + kept]
+            copies = [(to, rows[first : first + kept]) for to, rows in zip(here_LTB, arrived.states, strict=True)]
         place = slice(start, stop)
         rows = slice(rows.start, rows.start + num_rows)
-        sample.digests_TL[place] = summary.digests_NL[rows].numpy()
-        sample.squares_TL[place] = summary.squares_NL[rows].numpy()
-        sample.nonfinite_TL[place] = summary.nonfinite_NL[rows].numpy()
-        sample.zero_TL[place] = summary.zero_NL[rows].numpy()
-        sample.unlike_TL[place] = summary.unlike_NL[rows].numpy()
-        sample.input_ids_T[place] = summary.input_ids_N[rows].numpy()
+        sample.digests_TL[place] = arrived.digests_NL[rows]
+        sample.squares_TL[place] = arrived.squares_NL[rows]
+        sample.nonfinite_TL[place] = arrived.nonfinite_NL[rows]
+        sample.zero_TL[place] = arrived.zero_NL[rows]
+        sample.unlike_TL[place] = arrived.unlike_NL[rows]
+        sample.input_ids_T[place] = arrived.input_ids_N[rows]
         # A preempted request starts again: what lies behind the rows that came anew is of the abandoned attempt.
         sample.filled = stop
         self._placed.append(_Placed(sample, start, stop, copies))
@@ -266,7 +292,7 @@ class Assembler:
         Gaps are filled last, since another sample of the same step may bring the rows; it may even be still to come.
         """
         placed, self._placed = self._placed, []
-        self.copies.run([copy for rows in placed for copy in rows.copies])
+        self._write([copy for rows in placed for copy in rows.copies])
         if self.prefixes is not None:
             self.prefixes.hold([self._to_hold(rows, self.prefixes.block) for rows in placed])
         self._unsettled.update((rows.sample.key, rows.sample) for rows in placed)
@@ -278,7 +304,7 @@ class Assembler:
                 whole.append(sample)
                 # Before the next one is filled: of a family in one step, the first is staged and the others link to it.
                 self._promise(sample)
-        self.copies.run(copies)
+        self._write(copies)
         for sample in whole:
             del self._unsettled[sample.key]
             self._finish(sample)
@@ -297,11 +323,15 @@ class Assembler:
                 sample.staged = sorted([*sample.staged, *found.staged], key=lambda rows: rows.start)
                 copies += found.copies
         sample.gaps = missing
-        _poison(copies)
         return copies
 
+    def _write(self, copies: Sequence[Copy]) -> None:
+        """Copy rows into samples."""
+        self.copies.mark([there for there, _ in copies], POISONED_COLUMNS * self.dtype.itemsize, _NAN_BYTE)
+        self.copies.run(copies)
+
     def _promise(self, sample: Sample) -> None:
-        if self.prefixes is not None and sample.states_LTH is not None and self.keeps(sample.key):
+        if self.prefixes is not None and sample.bytes_LTB is not None and self.keeps(sample.key):
             sample.promised = self.prefixes.staged.promise(sample.prefix, sample.shared, sample.digests_TL)
 
     def _to_hold(self, rows: _Placed, block: int) -> Holding:
@@ -317,7 +347,7 @@ class Assembler:
             self.prefixes.touch(sample.prefix)
         if sample.buffer is not None and not self.keeps(sample.key):
             self.give_back(sample.buffer)
-            sample.states_LTH = sample.buffer = None
+            sample.bytes_LTB = sample.buffer = None
         self.on_complete(sample)
 
     def refuse(self, key: str, shape: tuple[int, ...], dtype: str) -> None:
@@ -329,7 +359,7 @@ class Assembler:
     def _begin(self, key: str) -> Sample:
         num_tokens, directory, prefix, shared = self._expected[key]
         shape = (num_tokens, self.num_depths)
-        states = buffer = None
+        rows = buffer = None
         if self.keeps(key):
             kept = num_tokens
         elif self.prefixes is not None and self.prefixes.holds_states:
@@ -338,17 +368,19 @@ class Assembler:
         else:
             kept = 0
         if kept:
-            num_bytes = kept * self.num_depths * self.hidden_size * self.dtype.itemsize
+            row_bytes = self.hidden_size * self.dtype.itemsize
+            num_bytes = self.num_depths * kept * row_bytes
             if not self.has_room(num_bytes):
                 self._hand_on()  # only that makes room
             buffer = self.take(num_bytes)
-            states = buffer[:num_bytes].view(self.dtype).view(self.num_depths, kept, self.hidden_size)
+            rows = buffer.numpy()[:num_bytes].reshape(self.num_depths, kept, row_bytes)
         sample = Sample(
             key=key,
             num_tokens=num_tokens,
             hidden_size=self.hidden_size,
             directory=directory,
-            states_LTH=states,
+            dtype=self.dtype,
+            bytes_LTB=rows,
             buffer=buffer,
             digests_TL=np.zeros(shape, np.int64),
             squares_TL=np.full(shape, np.nan),
@@ -376,8 +408,3 @@ def _cut_staged(sample: Sample, start: int) -> int:
         sample.gaps.append((cut, start))
     sample.staged = [rows for rows in sample.staged if rows.stop <= cut]
     return cut
-
-
-def _poison(copies: Iterable[Copy]) -> None:
-    for there, _ in copies:
-        there[..., :POISONED_COLUMNS] = torch.nan

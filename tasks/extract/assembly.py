@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tasks.extract.assemble import Assembler, RowSummary, Sample
+from tasks.extract.assemble import Arrived, Assembler, RowSummary, Sample
 from tasks.extract.copies import Copies
 from tasks.extract.prefix_rows import PrefixRows
 from tasks.extract.receipts import Outbox
@@ -161,9 +161,10 @@ class Assembly:
 
     def deliver(self, places: Sequence[Place], states: Sequence[torch.Tensor], summary: RowSummary) -> None:
         """Take the rows of one step: its requests, the states per depth [N, H], and the summary of all its rows."""
+        arrived = Arrived.of(states, summary)
         with self._lock:
             for span, state_rows in places:
-                self.assembler.add(span.key, span.start, states, summary, span.rows, state_rows)
+                self.assembler.add(span.key, span.start, arrived, span.rows, state_rows)
             self.assembler.settle()
 
     def refuse(self, key: str, shape: tuple[int, ...], dtype: str) -> None:

@@ -25,7 +25,7 @@ class Rows(Protocol):
     """A sample's rows, as :class:`tasks.extract.assemble.Sample` has them."""
 
     key: str
-    states_LTH: torch.Tensor | None
+    bytes_LTB: npt.NDArray[np.uint8] | None
     digests_TL: npt.NDArray[np.int64]
     squares_TL: npt.NDArray[np.float64]
     nonfinite_TL: npt.NDArray[np.int32]
@@ -110,7 +110,7 @@ class PrefixRows:
         self.staged = StagedPrefixes(block, limit=self.slots)
         """Told by whoever stages samples."""
         held_rows = self.slots * block if holds_states else 0
-        self._states_LRH = fresh_memory(num_depths, held_rows, hidden_size, dtype=dtype)
+        self._bytes_LRB = fresh_memory(num_depths, held_rows, hidden_size * dtype.itemsize).numpy()
         self._held: OrderedDict[bytes, _Held] = OrderedDict()
         self._free = deque(range(self.slots))
 
@@ -137,9 +137,9 @@ class PrefixRows:
             for array, kept in self._kept.items():
                 kept[rows_R] = getattr(sample, array)[rows_T]
             if self.holds_states:
-                assert sample.states_LTH is not None
+                assert sample.bytes_LTB is not None
                 for size, there, here in _runs(rows_R, rows_T):
-                    copies.append((self._states_LRH[:, there : there + size], sample.states_LTH[:, here : here + size]))
+                    copies.append((self._bytes_LRB[:, there : there + size], sample.bytes_LTB[:, here : here + size]))
         self._copies.run(copies)
 
     def _take_slots(self, key: str, names: Sequence[bytes]) -> dict[int, int]:
@@ -195,11 +195,11 @@ class PrefixRows:
             getattr(sample, array)[start:stop] = kept[rows_R]
         staged: list[StagedRows] = []
         copies: list[Copy] = []
-        if states and self.holds_states and sample.states_LTH is not None:
+        if states and self.holds_states and sample.bytes_LTB is not None:
             staged = self.staged.find(names, start, stop, sample.digests_TL)
             for begin, end in uncovered(staged, start, stop):
                 for size, here, there in _runs(rows_R[begin - start : end - start], np.arange(begin, end)):
-                    copies.append((sample.states_LTH[:, there : there + size], self._states_LRH[:, here : here + size]))
+                    copies.append((sample.bytes_LTB[:, there : there + size], self._bytes_LRB[:, here : here + size]))
         return Filled(found, staged, copies)
 
     def touch(self, names: Iterable[bytes]) -> None:

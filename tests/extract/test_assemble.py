@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tasks.digest import row_digests, sample_digest
-from tasks.extract.assemble import Assembler, Sample, summarize
+from tasks.extract.assemble import Arrived, Assembler, Sample, summarize
 from tasks.extract.copies import Copies, Copy
 from tasks.extract.memory import HostMemory
 
@@ -27,12 +27,16 @@ def assembler(done: list[Sample], **changes: object) -> Assembler:
     return Assembler(**{"keeps": lambda key: True} | settings, on_complete=done.append, take=HostMemory(1 << 20).take)  # type: ignore[arg-type]
 
 
+def arrived(rows_LNH: torch.Tensor, ids: torch.Tensor) -> Arrived:
+    return Arrived.of(rows_LNH, summarize(tuple(rows_LNH), ids))
+
+
 def feed(to: Assembler, key: str, start: int, rows_LNH: torch.Tensor, ids: range) -> None:
     """Deliver rows surrounded by those of other requests, as in a batch."""
     pad = torch.full((L, 3, H), 99.0)
     batch = torch.cat([pad, rows_LNH, pad], dim=1)
     batch_ids = torch.tensor([7, 7, 7, *ids, 7, 7, 7])
-    to.add(key, start, tuple(batch), summarize(tuple(batch), batch_ids), slice(3, 3 + rows_LNH.shape[1]))
+    to.add(key, start, arrived(batch, batch_ids), slice(3, 3 + rows_LNH.shape[1]))
     to.settle()
 
 
@@ -93,9 +97,9 @@ def test_samples_of_one_batch_stay_apart() -> None:
     to, rows = assembler(done), states(771, 3)
     to.expect("long", 512, HERE)
     to.expect("short", 259, HERE)
-    summary = summarize(tuple(rows), torch.arange(771))
-    to.add("long", 0, tuple(rows), summary, slice(0, 512))
-    to.add("short", 0, tuple(rows), summary, slice(512, 771))
+    step = arrived(rows, torch.arange(771))
+    to.add("long", 0, step, slice(0, 512))
+    to.add("short", 0, step, slice(512, 771))
     assert not done
     to.settle()
     assert {s.key: tuple(s.states_LTH.shape) for s in done if s.states_LTH is not None} == {
@@ -118,9 +122,9 @@ def test_a_sample_of_a_step_makes_room_for_the_next() -> None:
         to, rows = assembler(done, has_room=has_room), states(6, 3)
         for key in ("first", "second", "third"):
             to.expect(key, 2, HERE)
-        summary = summarize(tuple(rows), torch.arange(6))
+        step = arrived(rows, torch.arange(6))
         for i, key in enumerate(("first", "second", "third")):
-            to.add(key, 0, tuple(rows), summary, slice(2 * i, 2 * i + 2))
+            to.add(key, 0, step, slice(2 * i, 2 * i + 2))
         assert handed_on == expected
         to.settle()
         assert [sample.key for sample in done] == ["first", "second", "third"]
@@ -134,7 +138,7 @@ def test_a_sample_may_have_several_pieces_in_a_step() -> None:
     to, rows = assembler(done), states(6, 3)
     to.expect("k", 6, HERE)
     for start in (0, 2, 4):
-        to.add("k", start, tuple(rows), summarize(tuple(rows), torch.arange(6)), slice(start, start + 2))
+        to.add("k", start, arrived(rows, torch.arange(6)), slice(start, start + 2))
     to.settle()
     (sample,) = done
     assert sample.states_LTH is not None
@@ -164,7 +168,7 @@ def test_a_rank_that_only_digests_keeps_no_states() -> None:
     to = assembler(done, keeps=lambda key: False)
     to.expect("k", 3, HERE)
     rows = states(3, 1)
-    to.add("k", 0, (), summarize(tuple(rows), torch.arange(3)), slice(0, 3))
+    to.add("k", 0, Arrived.of((), summarize(tuple(rows), torch.arange(3))), slice(0, 3))
     to.settle()
     assert done[0].states_LTH is None
     assert np.array_equal(done[0].digests_TL[:, 0], row_digests(rows[0]).numpy())

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tasks.digest import row_digests, sample_digest
-from tasks.extract.assemble import Assembler, Sample, summarize
+from tasks.extract.assemble import Arrived, Assembler, Sample, summarize
 from tasks.extract.prefix_rows import PrefixRows
 from tasks.prefixes import prefix_names
 from tasks.vocabulary import SharedChunk
@@ -102,9 +102,9 @@ class Rank:
         """One step with rows [start, stop) of each of several samples."""
         states = torch.cat([states_of(ids)[:, start:stop] for _, ids, start, stop in spans], dim=1)
         tokens = torch.tensor([token for _, ids, start, stop in spans for token in ids[start:stop]])
-        summary, place = summarize(tuple(states), tokens), 0
+        arrived, place = Arrived.of(states, summarize(tuple(states), tokens)), 0
         for key, _, start, stop in spans:
-            self.to.add(key, start, tuple(states), summary, slice(place, place + stop - start))
+            self.to.add(key, start, arrived, slice(place, place + stop - start))
             place += stop - start
         self.to.settle()
 
