@@ -149,7 +149,7 @@ def test_a_browser_opens_the_report_offline(by_hugging_face: tuple[AuditReport, 
         page.open(by_hugging_face[1].as_uri())
         page.wait_for("document.body.innerText.includes('passed')")
         page.wait_for("document.images.length === 1 && document.images[0].naturalWidth > 600")
-        assert page.evaluate("document.querySelectorAll('tr').length") > 500
+        page.wait_for("document.querySelectorAll('tr').length > 500")
         assert (
             page.evaluate("performance.getEntriesByType('resource').filter(e => e.name.startsWith('http')).length") == 0
         )
