@@ -223,7 +223,7 @@ class Receipt:
     changed_rows: tuple[int, ...] | None = None
     """Per depth, rows that arrived at the writer with other bits, where this rank staged the sample."""
     unwritten_rows: tuple[int, ...] | None = None
-    """Of these, rows that still held the poison of an unwritten buffer."""
+    """Of these, rows that still held the poison that marks a row until it is written."""
     last_row: bytes | None = None
     """Bits of the deepest state at the last token as they arrived at the writer, where this rank staged the sample."""
     profile: Profile | None = None

@@ -18,7 +18,7 @@ import torch
 from tasks import digest
 from tasks.extract.copies import Copies, Copy
 from tasks.extract.prefix_rows import Holding, PrefixRows, Reused
-from tasks.extract.staged_rows import StagedRows
+from tasks.extract.staged_rows import StagedRows, uncovered
 from tasks.extract.witness import unlike_rows
 
 #: Poison: a row that is to be written has NaN in its first columns until it is, where it could hold plausible zeros or
@@ -90,7 +90,7 @@ class Arrived(NamedTuple):
     """
 
     states: Sequence[npt.NDArray[np.uint8]]
-    """Per depth [N, B], the bytes of the rows that this rank keeps."""
+    """Per depth [N, B], bytes; maybe of fewer rows than the summary has, where this rank does not keep all."""
     digests_NL: npt.NDArray[np.int64]
     squares_NL: npt.NDArray[np.float64]
     nonfinite_NL: npt.NDArray[np.int32]
@@ -100,9 +100,9 @@ class Arrived(NamedTuple):
 
     @classmethod
     def of(cls, states: Iterable[torch.Tensor], summary: RowSummary) -> "Arrived":
-        """States per depth [N, H] and the summary of the step's rows, both in host memory, which is not copied."""
+        """States per depth [N, H] and the summary of the step's rows, both in host memory."""
         rows = [rows_NH.contiguous().view(torch.uint8).numpy() for rows_NH in states]
-        return cls(rows, *(column.numpy() for column in vars(summary).values()))
+        return cls(rows, **{name: column.numpy() for name, column in vars(summary).items()})
 
 
 @dataclass
@@ -193,12 +193,15 @@ class Assembler:
     prefixes: PrefixRows | None = None
     """Holds rows for other samples; None where the engine computes every row."""
     copies: Copies = field(default_factory=Copies)
-    has_room: Callable[[int], bool] = lambda num_bytes: True
-    """Whether ``take`` would give so many bytes at once."""
+    step_tokens: int = 1 << 62
+    """Of a step with more tokens in samples that begin, what is complete is handed on before the next begins, so that
+    their buffers can be used again. The same on all ranks: what is held for others would differ else."""
     _samples: dict[str, Sample] = field(default_factory=dict)
     _expected: dict[str, _Expected] = field(default_factory=dict)
     _placed: list[_Placed] = field(default_factory=list)
     """Rows of this step; their states are still to be copied."""
+    _begun_tokens: int = 0
+    """Of samples begun since any were handed on."""
     _unsettled: dict[str, Sample] = field(default_factory=dict)
     """Samples of this step that were not handed on."""
 
@@ -214,7 +217,9 @@ class Assembler:
         """
         expected = _Expected(num_tokens, directory, prefix, shared)
         if self._expected.get(key) != expected:  # a preempted request may be announced again
-            self._samples.pop(key, None)
+            begun = self._samples.pop(key, None)
+            if begun is not None and begun.buffer is not None:
+                self.give_back(begun.buffer)
             self._expected[key] = expected
 
     def forget(self, key: str) -> Sample | None:
@@ -262,9 +267,9 @@ class Assembler:
         copies: list[Copy] = []
         if sample.bytes_LTB is not None:
             first = (state_rows or rows).start
-            kept = max(0, min(stop, sample.bytes_LTB.shape[1]) - start)
-            here_LTB = sample.bytes_LTB[:, start : start + kept]
-            copies = [(to, rows[first : first + kept]) for to, rows in zip(here_LTB, arrived.states, strict=True)]
+            here_LTB = sample.bytes_LTB[:, start:stop]
+            last = first + here_LTB.shape[1]
+            copies = [(to, rows[first:last]) for to, rows in zip(here_LTB, arrived.states, strict=True)]
         place = slice(start, stop)
         rows = slice(rows.start, rows.start + num_rows)
         sample.digests_TL[place] = arrived.digests_NL[rows]
@@ -278,7 +283,10 @@ class Assembler:
         self._placed.append(_Placed(sample, start, stop, copies))
 
     def settle(self) -> None:
-        """End a step: copy its rows, fill the gaps of its samples, and hand on those that are complete."""
+        """End a step: copy its rows, fill the gaps of its samples, and hand on those that are complete.
+
+        Those that have all their rows but for gaps that cannot be filled are lost.
+        """
         self._hand_on()
         unsettled, self._unsettled = self._unsettled, {}
         for sample in unsettled.values():
@@ -291,26 +299,35 @@ class Assembler:
 
         Gaps are filled last, since another sample of the same step may bring the rows; it may even be still to come.
         """
-        placed, self._placed = self._placed, []
-        self._write([copy for rows in placed for copy in rows.copies])
+        placed, self._placed, self._begun_tokens = self._placed, [], 0
+        copies = [copy for rows in placed for copy in rows.copies]
+        self._write([there for there, _ in copies], copies)
         if self.prefixes is not None:
             self.prefixes.hold([self._to_hold(rows, self.prefixes.block) for rows in placed])
         self._unsettled.update((rows.sample.key, rows.sample) for rows in placed)
-        copies: list[Copy] = []
+        filled: list[npt.NDArray[np.uint8]] = []
+        copies = []
         whole: list[Sample] = []
         for sample in sorted(self._unsettled.values(), key=lambda sample: bool(sample.gaps)):
-            copies += self._fill(sample)
+            rows_B, copies_of_it = self._fill(sample)
+            filled += rows_B
+            copies += copies_of_it
             if sample.complete and not sample.gaps:
                 whole.append(sample)
                 # Before the next one is filled: of a family in one step, the first is staged and the others link to it.
                 self._promise(sample)
-        self._write(copies)
+        self._write(filled, copies)
         for sample in whole:
             del self._unsettled[sample.key]
             self._finish(sample)
 
-    def _fill(self, sample: Sample) -> list[Copy]:
-        """Fill the gaps whose rows are held; returns the copies to be made before anything else is held."""
+    def _fill(self, sample: Sample) -> tuple[list[npt.NDArray[np.uint8]], list[Copy]]:
+        """Fill the gaps whose rows are held.
+
+        Returns:
+            Its rows that are to be written, and the copies that do so; to be made before anything else is held.
+        """
+        rows_B: list[npt.NDArray[np.uint8]] = []
         copies: list[Copy] = []
         missing = []
         for first, last in sample.gaps:
@@ -322,12 +339,15 @@ class Assembler:
                 sample.reused += found.reused
                 sample.staged = sorted([*sample.staged, *found.staged], key=lambda rows: rows.start)
                 copies += found.copies
+                if sample.bytes_LTB is not None and self.keeps(sample.key):
+                    for start, stop in uncovered(found.staged, first, last):
+                        rows_B.extend(sample.bytes_LTB[:, start:stop])
         sample.gaps = missing
-        return copies
+        return rows_B, copies
 
-    def _write(self, copies: Sequence[Copy]) -> None:
-        """Copy rows into samples."""
-        self.copies.mark([there for there, _ in copies], POISONED_COLUMNS * self.dtype.itemsize, _NAN_BYTE)
+    def _write(self, rows_B: Sequence[npt.NDArray[np.uint8]], copies: Sequence[Copy]) -> None:
+        """Poison rows of samples, and copy what belongs there."""
+        self.copies.mark(rows_B, POISONED_COLUMNS * self.dtype.itemsize, _NAN_BYTE)
         self.copies.run(copies)
 
     def _promise(self, sample: Sample) -> None:
@@ -358,6 +378,9 @@ class Assembler:
 
     def _begin(self, key: str) -> Sample:
         num_tokens, directory, prefix, shared = self._expected[key]
+        if self._begun_tokens and self._begun_tokens + num_tokens > self.step_tokens:
+            self._hand_on()
+        self._begun_tokens += num_tokens
         shape = (num_tokens, self.num_depths)
         rows = buffer = None
         if self.keeps(key):
@@ -370,8 +393,6 @@ class Assembler:
         if kept:
             row_bytes = self.hidden_size * self.dtype.itemsize
             num_bytes = self.num_depths * kept * row_bytes
-            if not self.has_room(num_bytes):
-                self._hand_on()  # only that makes room
             buffer = self.take(num_bytes)
             rows = buffer.numpy()[:num_bytes].reshape(self.num_depths, kept, row_bytes)
         sample = Sample(

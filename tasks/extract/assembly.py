@@ -57,7 +57,7 @@ class CaptureSettings:
     writer_threads: int
     """Of this rank."""
     staging_bytes: int
-    """Bound on this rank's host memory for captured samples."""
+    """Bound on a rank's host memory for captured samples; the same on all ranks."""
     ring_slots: int
     """Buffers between the device and the process that writes."""
     deal: bool
@@ -86,6 +86,11 @@ class AssemblySpec:
     @property
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)  # type: ignore[no-any-return]
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one token at one depth."""
+        return self.hidden_size * self.torch_dtype.itemsize
 
     def keeps(self, key: str) -> bool:
         """Whether this rank keeps a sample's states; every rank holds them all, and digests them."""
@@ -143,7 +148,8 @@ class Assembly:
             on_lost=self.writer.abandon,
             prefixes=self._prefixes,
             copies=self._copies,
-            has_room=self.writer.memory.has_room,
+            # A quarter of the memory: the rest is with the writers meanwhile.
+            step_tokens=spec.settings.staging_bytes // (4 * spec.num_depths * spec.row_bytes),
         )
 
     def expect(self, wanted: Iterable[Wanted]) -> None:

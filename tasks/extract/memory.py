@@ -39,11 +39,6 @@ class HostMemory:
         self._spare: list[torch.Tensor] = []
         self._changed = threading.Condition()
 
-    def has_room(self, num_bytes: int) -> bool:
-        """Whether so many bytes are within the limit now."""
-        with self._changed:
-            return self._held + num_bytes <= self.limit
-
     def take(self, num_bytes: int) -> torch.Tensor:
         """A uint8 buffer of at least ``num_bytes`` with arbitrary content; waits until there is room for it.
 

@@ -19,6 +19,10 @@ import numpy.typing as npt
 from tasks.vocabulary import ChunkGone, SharedChunk
 
 
+class PromiseBroken(ChunkGone):
+    """A sample could not be staged whose chunks others were to link to."""
+
+
 class StagedFiles(NamedTuple):
     """What there is of staged rows."""
 
@@ -42,10 +46,10 @@ class StagedRows:
         """Waits for the sample that stages them.
 
         Raises:
-            ChunkGone: it could not be staged.
+            PromiseBroken: it could not be staged.
         """
         if (files := self._files.result()) is None:
-            raise ChunkGone(f"rows [{self.start}, {self.stop}) were to be staged by a sample that could not be")
+            raise PromiseBroken(f"rows [{self.start}, {self.stop}) were to be staged by a sample that could not be")
         return files
 
     @property

@@ -19,7 +19,7 @@ import torch
 from tasks import digest
 from tasks.extract.assemble import POISONED_COLUMNS, Sample
 from tasks.extract.memory import HostMemory
-from tasks.extract.staged_rows import StagedFiles, StagedPrefixes, uncovered
+from tasks.extract.staged_rows import PromiseBroken, StagedFiles, StagedPrefixes, uncovered
 from tasks.profile import profile_of
 from tasks.vocabulary import ChunkGone, DType, Receipt, Sharing, StagingFailure, digest_ids
 
@@ -117,8 +117,8 @@ class Writer:
                 unwritten_rows=_counts(unwritten_TL),
             )
         except ChunkGone as error:
-            assert self._staged is not None
-            self._staged.clear()
+            if self._staged is not None and not isinstance(error, PromiseBroken):
+                self._staged.clear()  # other links may be gone, too
             return replace(self._receipt(sample, error=str(error)), rows_gone=True)
         except StagingFailure as error:
             return replace(
@@ -212,7 +212,7 @@ def _digests(digests_TL: npt.NDArray[np.int64]) -> tuple[str, ...]:
 def _changes(
     sample: Sample, states_LTH: torch.Tensor, arrived_TL: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Rows that arrived with other bits than the device had, and those of them that never arrived; bool [T, L]."""
+    """Rows that arrived with other bits than the device had, and those of them that hold poison; bool [T, L]."""
     changed_TL = arrived_TL != sample.digests_TL
     unwritten_TL = np.zeros_like(changed_TL)
     if changed_TL.any():

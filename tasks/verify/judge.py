@@ -144,7 +144,7 @@ def agreement(case: Case) -> str | None:
 
 
 def written(case: Case) -> str | None:
-    """Every row of the host buffer was written: none still holds the poison that it was filled with."""
+    """Every row was written in host memory: none still holds the poison that marks it until then."""
     for receipt in case.receipts:
         if counts := case.by_depth(receipt.unwritten_rows or ()):
             return f"rows that were never written in host memory, by depth: {counts}"

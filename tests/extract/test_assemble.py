@@ -23,8 +23,14 @@ def states(num_rows: int, seed: int) -> torch.Tensor:
 
 
 def assembler(done: list[Sample], **changes: object) -> Assembler:
-    settings = {"num_depths": L, "hidden_size": H, "dtype": torch.float32} | changes
-    return Assembler(**{"keeps": lambda key: True} | settings, on_complete=done.append, take=HostMemory(1 << 20).take)  # type: ignore[arg-type]
+    settings = {
+        "num_depths": L,
+        "hidden_size": H,
+        "dtype": torch.float32,
+        "keeps": lambda key: True,
+        "take": HostMemory(1 << 20).take,
+    }
+    return Assembler(**settings | changes, on_complete=done.append)  # type: ignore[arg-type]
 
 
 def arrived(rows_LNH: torch.Tensor, ids: torch.Tensor) -> Arrived:
@@ -111,15 +117,16 @@ def test_samples_of_one_batch_stay_apart() -> None:
 
 def test_a_sample_of_a_step_makes_room_for_the_next() -> None:
     """All copies of a step are made together, unless that would keep more in memory than may be."""
-    for room, expected in ((True, []), (False, ["first"])):
+    for step_tokens, expected in ((6, []), (5, ["first", "second"]), (1, ["first", "second"])):
         done: list[Sample] = []
         handed_on: list[str] = []
+        memory = HostMemory(1 << 20)
 
-        def has_room(_num_bytes: int, room: bool = room, done: list[Sample] = done, seen: Any = handed_on) -> bool:
+        def take(num_bytes: int, done: list[Sample] = done, seen: Any = handed_on, memory: Any = memory) -> Any:
             seen[:] = [sample.key for sample in done]
-            return room
+            return memory.take(num_bytes)
 
-        to, rows = assembler(done, has_room=has_room), states(6, 3)
+        to, rows = assembler(done, step_tokens=step_tokens, take=take), states(6, 3)
         for key in ("first", "second", "third"):
             to.expect(key, 2, HERE)
         step = arrived(rows, torch.arange(6))

@@ -31,14 +31,15 @@ def states_of(ids: Sequence[int]) -> torch.Tensor:
 class Rank:
     """An assembler with held prefixes, fed as by an engine."""
 
-    def __init__(self, slots: int = 1000, keeps: bool = True, holds: bool = True, stages: bool = False) -> None:
+    def __init__(
+        self, slots: int = 1000, keeps: bool = True, holds: bool = True, stages: bool = False, step_tokens: int = 1000
+    ) -> None:
         self.stages = stages
         self.files: dict[str, torch.Tensor] = {}
         """Rows of chunks by name, [L, CHUNK, H]."""
         self.done: dict[str, Sample] = {}
         self.lost: dict[str, Sample] = {}
         self.given_back = 0
-        self.room = True
         self.done_before: list[list[str]] = []
         """What was handed on when each sample was begun."""
         self.prefixes = PrefixRows(
@@ -57,7 +58,7 @@ class Rank:
             on_complete=self._complete,
             take=self._take,
             give_back=self._count,
-            has_room=lambda _num_bytes: self.room,
+            step_tokens=step_tokens,
             on_lost=lambda sample: self.lost.update({sample.key: sample}),
             prefixes=self.prefixes,
         )
@@ -179,8 +180,7 @@ def test_a_family_in_one_step_is_staged_once() -> None:
 
 def test_samples_with_gaps_make_room_for_the_next_of_their_step() -> None:
     a, b, c, d = [*range(12)], [*range(8), 50], [*range(12), 52, 53, 54, 55], [*range(12), 52, 53, 54, 55, 9]
-    rank = Rank()
-    rank.room = False
+    rank = Rank(step_tokens=1)
     rank.expect({"a": a, "b": b, "c": c, "d": d})
     rank.step(("a", a, 0, 12))
     # The rows that d lacks are still to come when c is begun: it waits, and nothing else does.
@@ -365,3 +365,43 @@ def test_every_sample_is_right_or_not_there(samples: list[list[int]], slots: int
             assert all(sample is not None and sample.gaps for sample in left)
     if slots >= 4 * len(samples):
         assert set(ranks[0].done) == set(named), "nothing is let go of while there is room"
+
+
+@given(st.lists(TOKENS, min_size=1, max_size=10, unique_by=tuple), st.integers(0, 12), st.integers(1, 40), st.data())
+def test_ranks_find_the_same_in_steps_of_many_samples(
+    samples: list[list[int]], slots: int, step_tokens: int, data: st.DataObject
+) -> None:
+    """However few blocks are held, and wherever a step makes room for the next of its samples."""
+    ranks = [
+        Rank(slots, stages=data.draw(st.booleans()), step_tokens=step_tokens),
+        Rank(slots, keeps=False, holds=False, step_tokens=step_tokens),
+        Rank(slots, keeps=False, step_tokens=step_tokens),
+    ]
+    named = {f"{i}": ids for i, ids in enumerate(samples)}
+    for rank in ranks:
+        rank.expect(named)
+    computed: set[bytes] = set()
+    waiting = [*named]
+    while waiting:
+        size = data.draw(st.integers(1, 5))
+        step, waiting = waiting[:size], waiting[size:]
+        spans = []
+        for key in step:
+            ids = named[key]
+            names = prefix_names(ids, BLOCK)
+            hit = next((i for i, name in enumerate(names) if name not in computed), len(names))
+            spans.append((key, ids, BLOCK * min(hit, (len(ids) - 1) // BLOCK), len(ids)))
+            computed.update(names)
+        spans = data.draw(st.permutations(spans))
+        for rank in ranks:
+            rank.step(*spans)
+    first, *others = ranks
+    for rank in others:
+        assert rank.done.keys() == first.done.keys()
+        assert [*rank.prefixes._held] == [*first.prefixes._held]
+    for key, ids in named.items():
+        if key in first.done:
+            check(first.done[key], ids)
+            assert np.array_equal(first.done[key].digests_TL, others[0].done[key].digests_TL)
+        else:
+            assert first.lost[key].gaps
