@@ -64,7 +64,7 @@ class Slot:
 
 def slot_bytes(spec: AssemblySpec, max_rows: int) -> int:
     """Size of a slot for steps of so many rows; a rank that keeps no states needs room for summaries only."""
-    states = spec.hidden_size * spec.torch_dtype.itemsize if spec.keeps_any else 0
+    states = spec.row_bytes if spec.keeps_any else 0
     summary = 8 + 8 + 4 + 1 + 1
     size = max_rows * (spec.num_depths * (states + summary) + 4) + 7 * _ALIGNMENT
     return -(-size // _ALIGNMENT) * _ALIGNMENT

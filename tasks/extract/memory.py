@@ -15,15 +15,15 @@ import torch
 _HUGE_BYTES = 2 << 20  # of a huge page
 
 
-def fresh_memory(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    """A tensor in fresh memory, like :func:`torch.empty`; a large one in huge pages, where the system has them."""
-    num_bytes = prod(shape) * dtype.itemsize
+def fresh_memory(*shape: int) -> torch.Tensor:
+    """A uint8 tensor in fresh memory; a large one in huge pages, where the system has them."""
+    num_bytes = prod(shape)
     if num_bytes < _HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=torch.uint8)
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has no huge pages
     with suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(shape)
 
 
 class HostMemory:
