@@ -29,7 +29,7 @@ import numpy.typing as npt
 from tasks.digest import differing_rows
 from tasks.extract.assembly import CaptureSettings
 from tasks.extract.capture import OWNER_VARIABLE
-from tasks.extract.checks import StartupError, check_gpus, vllm_version
+from tasks.extract.checks import DEEPSEEK, StartupError, check_gpus, vllm_version
 from tasks.extract.config import Engine
 from tasks.extract.devices import Devices, engine_devices
 from tasks.extract.logs import Receiver, others_kept
@@ -342,6 +342,9 @@ class CaptureEngine:
             arguments["distributed_executor_backend"] = "mp" if engine.tensor_parallel_size > 1 else "uni"
             # vLLM's rotary kernel for CPUs misreads the queries of MLA models; the PyTorch form is right.
             arguments.setdefault("compilation_config", {"custom_ops": ["all", "-rotary_embedding"]})
+            if spec.checkpoint.architecture in DEEPSEEK and "attention_config" not in engine.extra:
+                # Where a CPU has AMX, vLLM would choose kernels that know bfloat16 only.
+                arguments.setdefault("attention_backend", "CPU_MLA")
 
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
