@@ -62,8 +62,7 @@ def summarize(
         unlike = torch.zeros_like(zero)
     else:
         unlike = torch.stack([unlike_rows(rows, seen) for rows, seen in zip(states, witness, strict=True)], 1)
-    # Copied: the runner writes the next step's ids in the same place, maybe before these have left the device.
-    return RowSummary(digests, squares, nonfinite, zero, unlike, input_ids.to(torch.int32, copy=True))
+    return RowSummary(digests, squares, nonfinite, zero, unlike, input_ids.to(torch.int32))
 
 
 def _examine(rows_NH: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -73,7 +73,6 @@ class CaptureMixin:
 
     def execute_model(self, scheduler_output: Any) -> Any:
         if self._open:
-            self._transfer.make_way()
             for request_id in scheduler_output.finished_req_ids:
                 self._held_tokens.pop(sample_key(request_id), None)
             if wanted := list(_wanted(scheduler_output)):
@@ -163,7 +162,9 @@ class CaptureMixin:
         else:
             max_rows = self.vllm_config.scheduler_config.max_num_batched_tokens
             self._assembly = AssemblyProcess(spec, slots=asked.ring_slots, max_rows=max_rows)
-            self._transfer = SharedRing(self._assembly, self._wants, self.device)
+            # A compiled model may keep its outputs in one place; r_0 is the embedding, which some runners do.
+            lent = self._witness is None or 0 in self._depths
+            self._transfer = SharedRing(self._assembly, self._wants, self.device, lent=lent)
         self._open = True
         return {
             "rank": spec.rank,

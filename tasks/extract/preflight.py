@@ -27,7 +27,7 @@ STEP_TOKENS = (16_384, 8_192, 4_096, 2_048)
 """Sizes of a step to choose from. Prefill gains nothing beyond the first; vLLM's own steps are about as large."""
 CPU_STEP_TOKENS = 8_192
 STEP_BYTES = GIB
-"""Captured states of a step may take so much: they are cloned on the GPU, and once per slot held on the host."""
+"""Captured states of a step may take so much: on the GPU until they are copied, and once per slot on the host."""
 STEP_SHARE = 32
 """... and at most the GPU's memory over this."""
 RING_SLOTS = 3
@@ -314,7 +314,7 @@ def _step_need(checkpoint: Checkpoint, per_token: int, dtype: DType, engine: Eng
         "activations of a step": tokens * activation_bytes(checkpoint, dtype, ranks),
         "captured states": tokens * per_token,
         # Where samples are dealt over the ranks, one rank may have to keep all of a step.
-        "clones on their way to the host": tokens * per_token * slots,
+        "states on their way to the host": tokens * per_token * slots,
     }
 
 
@@ -339,24 +339,24 @@ def _check_gpus(checkpoint: Checkpoint, per_token: int, dtype: DType, engine: En
                 f"{need.total / GIB:.1f} on each: {need}. {_advice(need, gpu, engine)}"
             )
         # Within its share of the memory vLLM puts weights, a step's activations with what the model hands out, and the
-        # KV cache, which is as large as it can be unless its size is given; clones come on top of the share.
-        share, clones = int(gpu.total * engine.gpu_memory_utilization), need.parts["clones on their way to the host"]
+        # KV cache, which is as large as it can be unless its size is given; states that are being copied come on top.
+        share, leaving = int(gpu.total * engine.gpu_memory_utilization), need.parts["states on their way to the host"]
         free, total = f"{gpu.free / GIB:.1f}", f"{gpu.total / GIB:.1f}"
         if share > gpu.free:
             raise StartupError(
                 f"{utilization} asks for {share / GIB:.1f} GiB of GPU {index}, which has {free} free of {total}; end "
                 f"what else runs there, or lower it to {gpu.free / gpu.total:.2f} or less"
             )
-        if asked is None and need.total - clones > share:
+        if asked is None and need.total - leaving > share:
             raise StartupError(
                 f"{utilization} gives vLLM {share / GIB:.1f} GiB of GPU {index}, but it needs about "
-                f"{(need.total - clones) / GIB:.1f}: {need}. Raise it, or: {_advice(need, gpu, engine)}"
+                f"{(need.total - leaving) / GIB:.1f}: {need}. Raise it, or: {_advice(need, gpu, engine)}"
             )
-        if asked is None and share + clones > gpu.free:
+        if asked is None and share + leaving > gpu.free:
             raise StartupError(
-                f"{utilization} leaves {(gpu.free - share) / GIB:.1f} GiB of GPU {index}, but clones of states "
-                f"take {clones / GIB:.1f}; lower it to {max(0.0, (gpu.free - clones) / gpu.total):.2f}, or lower "
-                "engine.max_num_batched_tokens"
+                f"{utilization} leaves {(gpu.free - share) / GIB:.1f} GiB of GPU {index}, but states on their "
+                f"way to the host take {leaving / GIB:.1f}; lower it to "
+                f"{max(0.0, (gpu.free - leaving) / gpu.total):.2f}, or lower engine.max_num_batched_tokens"
             )
 
 
@@ -367,7 +367,7 @@ def _advice(need: Need, gpu: Gpu, engine: Engine) -> str:
             f"Most of it is weights: raise engine.tensor_parallel_size (now {engine.tensor_parallel_size}), or end "
             "what else uses the memory"
         )
-    parts = ("activations of a step", "captured states", "clones on their way to the host")
+    parts = ("activations of a step", "captured states", "states on their way to the host")
     if sum(need.parts[part] for part in parts) >= need.parts["KV cache"]:
         return f"Lower engine.max_num_batched_tokens (now {engine.max_num_batched_tokens})"
     return f"Lower engine.max_model_len (now {engine.max_model_len}) or engine.kv_cache_gib"

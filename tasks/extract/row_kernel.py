@@ -12,7 +12,7 @@ import triton.language as tl
 
 from tasks import digest
 
-BLOCK = 1024
+BLOCK = 512
 LARGEST = tl.constexpr(3.4028234663852886e38)
 
 

@@ -3,7 +3,7 @@
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -26,9 +26,6 @@ class Transfer(Protocol):
     sent: int
     """Steps taken."""
 
-    def make_way(self) -> None:
-        """The engine begins with its next step, which may overwrite the states of the one before."""
-
     def send(self, step: Step) -> None: ...
 
     @property
@@ -46,9 +43,6 @@ class DirectTransfer:
     def __init__(self, assembly: Assembly, wants: Wants) -> None:
         self._assembly, self._wants = assembly, wants
         self.sent = 0
-
-    def make_way(self) -> None:
-        pass
 
     def send(self, step: Step) -> None:
         places = [(span, span.rows if self._wants(span) else None) for span in step.spans]
@@ -71,96 +65,83 @@ class _InFlight:
     kept_rows: int
     arrived: Any
     """torch.cuda.Event; None where nothing is copied behind the engine's back."""
+    held: tuple[Step, RowSummary]
+    """What is copied from: so long as it is held, its memory is given to no other tensor."""
 
 
 class SharedRing:
     """Copies steps into a ring of buffers shared with the process that assembles them.
 
-    On a GPU: digest the rows and clone those that are kept on one side stream, copy the clone into pinned memory on
-    another, and tell the other process from a thread once the copy is done. Digests and clone run while the engine
-    samples tokens and plans its next step; that step's kernels wait for them. The clone is one contiguous block
-    [L, N, H], since a strided copy halves the throughput. The engine waits when all buffers are in flight.
+    On a GPU: digest the rows and copy those that are kept into pinned memory on a side stream, straight from the
+    tensors that the model handed out, while the engine goes on with its next step; a thread tells the other process
+    once all has arrived. Nothing that the engine does waits for it but the choice of a slot, when all are in flight.
     """
 
-    def __init__(self, process: AssemblyProcess, wants: Wants, device: torch.device) -> None:
+    def __init__(self, process: AssemblyProcess, wants: Wants, device: torch.device, *, lent: bool = False) -> None:
+        """``lent``: whether a next step may write into the tensors of this one, as a graph of kernels does."""
         self.waited = 0.0
         self.sent = 0
-        self._process, self._wants = process, wants
-        self._streams: tuple[Any, Any] | None = None
-        """Of torch.cuda: one that reads the engine's tensors, and one that copies to host memory."""
-        self._reading: tuple[Step, Any] | None = None
-        """The step that is being read, and the torch.cuda.Event after which it no longer is."""
+        self._process, self._wants, self._lent = process, wants, lent
+        self._stream: Any = None
         if device.type == "cuda":
             process.pin()
-            self._streams = torch.cuda.Stream(device=device), torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
         self._in_flight: queue.SimpleQueue[_InFlight | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="layertap-transfer", daemon=True)
         self._thread.start()
 
-    def make_way(self) -> None:
-        if self._reading is not None:
-            _, read = self._reading
-            torch.cuda.current_stream().wait_event(read)
-            self._reading = None  # only now may its memory be given to other tensors
-
     def send(self, step: Step) -> None:
         began = perf_counter()
         slot = self._process.free_slot()
         self.waited += perf_counter() - began
-        if self._streams is None:
-            places, summary, block_LNH = self._read(step)
+        if self._stream is None:
+            self._in_flight.put(self._copy(step, slot))
         else:
-            reader, copier = self._streams
-            reader.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(reader):
-                places, summary, block_LNH = self._read(step)
-            self._reading = step, reader.record_event()
-            copier.wait_stream(reader)
-        num_rows = step.input_ids.shape[0]
-        kept_rows = 0 if block_LNH is None else block_LNH.shape[1]
-        states_there, summary_there = slot.views(num_rows, kept_rows)
-        copies = list(zip(vars(summary_there).values(), vars(summary).values(), strict=True))
-        if block_LNH is not None:
-            copies.append((states_there, block_LNH))
-        arrived = None
-        if self._streams is None:
-            _copy(copies)
-        else:
-            with torch.cuda.stream(copier):
-                _copy(copies)
-            for _, here in copies:
-                here.record_stream(copier)
-            arrived = copier.record_event()
+            # The runner writes the next step's ids in the same place.
+            step = replace(step, input_ids=step.input_ids.clone())
+            if self._lent:
+                step = replace(step, states=tuple(rows_NH.clone() for rows_NH in step.states))
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                in_flight = self._copy(step, slot)
+                # The thread that waits for it sleeps meanwhile, where it would else keep a core busy.
+                arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                arrived.record()
+            self._in_flight.put(replace(in_flight, arrived=arrived))
         self.sent += 1
-        self._in_flight.put(_InFlight(slot, places, num_rows, kept_rows, arrived))
 
-    def _read(self, step: Step) -> tuple[list[Place], RowSummary, torch.Tensor | None]:
-        """What is wanted of a step, in tensors of its own; the rows that are kept are [L, n, H]."""
-        places, block_LNH = self._gather(step)
-        return places, summarize(step.states, step.input_ids, step.witness), block_LNH
+    def _copy(self, step: Step, slot: Slot) -> _InFlight:
+        """Copy what is wanted of a step, in the order of the current stream."""
+        places, runs = self._choose(step)
+        num_rows, kept_rows = step.input_ids.shape[0], sum(rows.stop - rows.start for rows in runs)
+        states_there, summary_there = slot.views(num_rows, kept_rows)
+        summary = summarize(step.states, step.input_ids, step.witness)
+        for there, here in zip(vars(summary_there).values(), vars(summary).values(), strict=True):
+            there.copy_(here, non_blocking=True)
+        at = 0
+        for rows in runs:
+            for depth, rows_NH in enumerate(step.states):
+                run_NH = rows_NH[rows]
+                states_there[depth, at : at + run_NH.shape[0]].copy_(run_NH, non_blocking=True)
+            at += rows.stop - rows.start
+        return _InFlight(slot, places, num_rows, kept_rows, None, (step, summary))
 
-    def _gather(self, step: Step) -> tuple[list[Place], torch.Tensor | None]:
-        """The rows that this rank keeps, cloned into one block [L, n, H]."""
+    def _choose(self, step: Step) -> tuple[list[Place], list[slice]]:
+        """Where each span's states come to be, if this rank keeps them; and the rows that it keeps, in runs."""
         places: list[Place] = []
-        kept: list[Span] = []
-        num_rows = 0
+        runs: list[slice] = []
+        kept = 0
         for span in step.spans:
-            if self._wants(span):
-                count = span.rows.stop - span.rows.start
-                places.append((span, slice(num_rows, num_rows + count)))
-                kept.append(span)
-                num_rows += count
-            else:
+            if not self._wants(span):
                 places.append((span, None))
-        if num_rows == 0:
-            return places, None
-        if num_rows == step.input_ids.shape[0]:
-            return places, torch.stack(step.states)
-        block_LNH = step.states[0].new_empty(len(step.states), num_rows, step.states[0].shape[1])
-        for depth, rows_NH in enumerate(step.states):
-            torch.cat([rows_NH[span.rows] for span in kept], out=block_LNH[depth])
-        return places, block_LNH
+                continue
+            count = span.rows.stop - span.rows.start
+            places.append((span, slice(kept, kept + count)))
+            kept += count
+            first = runs.pop().start if runs and runs[-1].stop == span.rows.start else span.rows.start
+            runs.append(slice(first, span.rows.stop))
+        return places, runs
 
     @property
     def delivered(self) -> int:
@@ -180,8 +161,4 @@ class SharedRing:
                 self._process.deliver(item.slot, item.places, item.num_rows, item.kept_rows)
             except BaseException as error:  # reported by `delivered`, on the thread that can stop the engine
                 self._error = error
-
-
-def _copy(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for there, here in copies:
-        there.copy_(here, non_blocking=True)
+            del item  # while the next one is waited for, the engine has use for its memory

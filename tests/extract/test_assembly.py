@@ -5,14 +5,16 @@ import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tasks.extract.assembly import Assembly, AssemblySpec, CaptureSettings, Wanted
-from tasks.extract.assembly_process import AssemblyDied, AssemblyProcess
+from tasks.extract.assembly import Assembly, AssemblySpec, CaptureSettings, Place, Wanted
+from tasks.extract.assembly_process import AssemblyDied, AssemblyProcess, Slot, slot_bytes
 from tasks.extract.receipts import Inbox, Outbox, ReceiptsLost
 from tasks.extract.step import Span, Step
 from tasks.extract.transfer import DirectTransfer, SharedRing
@@ -39,11 +41,15 @@ def inbox() -> Iterator[Inbox]:
 
 
 def spec(inbox: Inbox, stage: str = STAGE) -> AssemblySpec:
+    return spec_for(inbox.address, stage)
+
+
+def spec_for(receipts: str, stage: str = STAGE) -> AssemblySpec:
     state_spec = StateSpec(num_depths=L, hidden_size=H, dtype="float32")
     settings = CaptureSettings(
         stage=stage,
         stage_spec=state_spec.to_dict(),
-        receipts=inbox.address,
+        receipts=receipts,
         writer_threads=2,
         staging_bytes=1 << 20,
         ring_slots=2,
@@ -113,6 +119,45 @@ def test_a_process_of_its_own_does_the_same(tmp_path: Path) -> None:
     assert written[0] == written[1]
     assert all(receipt.error is None and receipt.objects for receipt in receipts[0].values())
     assert {r.shape for r in receipts[0].values()} == {(L, n, H) for n in LENGTHS.values()}
+
+
+class Slots:
+    """Takes steps as the other process does, and keeps what it is told."""
+
+    def __init__(self, asked: AssemblySpec, max_rows: int) -> None:
+        self.slot = Slot(0, torch.zeros(slot_bytes(asked, max_rows), dtype=torch.uint8), asked)
+        self.told: list[tuple[list[Place], int, int]] = []
+
+    def free_slot(self) -> Slot:
+        return self.slot
+
+    def deliver(self, slot: Slot, places: list[Place], num_rows: int, kept_rows: int) -> None:
+        assert slot is self.slot
+        self.told.append((places, num_rows, kept_rows))
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=1, max_size=8))
+def test_only_rows_that_are_kept_travel_and_each_comes_to_its_place(spans: list[tuple[int, bool]]) -> None:
+    asked = spec_for("nobody")
+    stops = np.cumsum([count for count, _ in spans]).tolist()
+    step = Step(
+        tuple(Span(f"{i}-12345678", 0, slice(stop - spans[i][0], stop)) for i, stop in enumerate(stops)),
+        tuple(torch.randn(stops[-1], H) for _ in range(L)),
+        torch.arange(stops[-1]),
+    )
+    slots = Slots(asked, stops[-1])
+    ring = SharedRing(cast(AssemblyProcess, slots), lambda span: spans[int(span.key)][1], torch.device("cpu"))
+    ring.send(step)
+    ring.close()
+    ((places, num_rows, kept_rows),) = slots.told
+    states_LNH, summary = slots.slot.views(num_rows, kept_rows)
+    assert num_rows == stops[-1]
+    assert kept_rows == sum(count for count, kept in spans if kept)
+    assert summary.input_ids_N.tolist() == list(range(num_rows))
+    assert [rows is not None for _, rows in places] == [kept for _, kept in spans]
+    for span, rows in places:
+        if rows is not None:
+            assert torch.equal(states_LNH[:, rows], torch.stack([rows_NH[span.rows] for rows_NH in step.states]))
 
 
 def test_a_killed_process_is_told_to_whoever_needs_it(inbox: Inbox) -> None:

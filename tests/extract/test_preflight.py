@@ -87,7 +87,7 @@ def test_sizes_that_are_left_open_are_chosen(kimi: Checkpoint) -> None:
 
 
 def test_a_step_is_made_as_small_as_the_gpu_wants_it(kimi: Checkpoint) -> None:
-    """With 16384 tokens, activations and clones would take 6 GiB beside weights and cache; half of it fits."""
+    """With 16384 tokens, activations and states would take 6 GiB beside weights and cache; half of it fits."""
     tight = replace(HOST, gpus=(replace(BLACKWELL, free=81 * GIB),) * 8)
     asked = EIGHT.model_copy(update={"gpu_memory_utilization": 0.8})
     assert fitted(kimi, DEPTHS, "bfloat16", asked, tight).max_num_batched_tokens == 8_192
@@ -129,13 +129,13 @@ def few(gpu: Gpu) -> Machine:
         (
             {"kv_cache_gib": None, "gpu_memory_utilization": 0.98},
             HOST,
-            r"leaves 0\.8 GiB of GPU 0, but clones .* 0\.96",
+            r"leaves 0\.8 GiB of GPU 0, but states .* 0\.96",
         ),
         ({"kv_cache_gib": 2, "max_model_len": 65536}, HOST, r"kv_cache_gib 2 does not hold one sample of 65536 tok"),
         ({"max_num_batched_tokens": 65536}, HOST, r"Lower engine\.max_num_batched_tokens \(now 65536\)"),
         ({"kv_cache_gib": 85}, HOST, r"Lower engine\.max_model_len"),
         ({"staging_gib": 500}, HOST, r"512\.0 GiB of host memory are free .*; lower engine\.staging_gib"),
-        ({"ring_slots": 80}, HOST, r"clones on their way to the host 70\.0"),
+        ({"ring_slots": 80}, HOST, r"states on their way to the host 70\.0"),
         ({"ring_slots": 8, "staging_gib": 8}, replace(HOST, host_free=70 * GIB), r"; lower engine\.ring_slots"),
         ({"staging_gib": 1}, replace(HOST, host_free=21 * GIB), r"; lower engine\.ring_slots or engine\.max_num"),
         (
