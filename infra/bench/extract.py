@@ -34,6 +34,7 @@ import numpy.typing as npt
 import torch
 
 from infra.bench.bench_worker import resident
+from infra.bench.native import NativeEngine
 from tasks.extract import engine as engine_module
 from tasks.extract.config import Engine
 from tasks.extract.engine import CaptureEngine, EngineSpec, Job
@@ -305,93 +306,31 @@ def kv_capacity(vllm_engine: Any) -> dict[str, int]:
     return {"blocks": blocks, "block_size": block_size, "tokens": int(tokens)}
 
 
-def run_native(args: argparse.Namespace, checkpoint: Checkpoint, depths: tuple[int, ...]) -> dict[str, Any]:
+def run_native(args: argparse.Namespace, checkpoint: Checkpoint, layers: Layers, engine: Engine) -> dict[str, Any]:
     """vLLM's own extraction in this process, which must not have started another engine: rounds on the same prompts.
 
-    Its files appear under ``--store``; only rank 0 writes them.
+    Its files appear under ``--store``.
     """
-    os.environ |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_USE_V2_MODEL_RUNNER": "0"}
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    from vllm import SamplingParams
-    from vllm.config import KVTransferConfig
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.engine.llm_engine import LLMEngine
-
     files = Path(tempfile.mkdtemp(prefix="native-", dir=args.store))
-    draft = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(depths)}}
-    vllm_engine = LLMEngine.from_engine_args(
-        EngineArgs(
-            model=str(checkpoint.path),
-            dtype=args.dtype,
-            tensor_parallel_size=args.size,
-            max_model_len=args.max_model_len,
-            max_num_batched_tokens=args.batched_tokens,
-            max_num_seqs=64,
-            gpu_memory_utilization=args.memory,
-            enforce_eager=True,
-            load_format="auto" if args.model else "dummy",
-            skip_tokenizer_init=True,
-            enable_prefix_caching=False,
-            disable_log_stats=True,
-            seed=0,
-            speculative_config={
-                "method": "extract_hidden_states",
-                "num_speculative_tokens": 1,
-                "draft_model_config": draft,
-            },
-            kv_transfer_config=KVTransferConfig(
-                kv_connector="ExampleHiddenStatesConnector",
-                kv_role="kv_producer",
-                kv_connector_extra_config={"shared_storage_path": str(files), "use_synchronization_lock": False},
-            ),
-        )
-    )
-    state_bytes = len(depths) * checkpoint.hidden_size * (2 if args.dtype == "bfloat16" else 4)
-    parameters = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
-
-    def size() -> int:
-        return sum(path.stat().st_size for path in files.glob("*.safetensors"))
-
-    def extract(batch: list[npt.NDArray[np.int32]], name: str) -> tuple[float, float]:
-        """Seconds to the last byte, and of them those of the engine."""
-        began = time.perf_counter()
-        for i, ids in enumerate(batch):
-            vllm_engine.add_request(f"{name}-{i}", {"prompt_token_ids": ids.tolist()}, parameters)
-        while vllm_engine.has_unfinished_requests():
-            vllm_engine.step()
-        computed = time.perf_counter() - began
-        wanted = sum(map(len, batch)) * state_bytes
-        while size() < wanted:
-            if time.perf_counter() - began > computed + 120:
-                raise TimeoutError(f"{size()} of {wanted} bytes were written; the others were lost")
-            time.sleep(0.01)
-        with ThreadPoolExecutor(16) as pool:  # a commit is durable; so are these files to be
-            list(pool.map(_flush, files.glob("*.safetensors")))
-        return time.perf_counter() - began, computed
-
-    result: dict[str, Any] = {"kv": kv_capacity(vllm_engine), "tokens_per_s": [], "bytes_per_token": []}
+    running = NativeEngine(checkpoint, layers.depths, args.dtype, engine, files, prefix_caching=False)
+    result: dict[str, Any] = {"kv": kv_capacity(running.engine), "tokens_per_s": [], "bytes_per_token": []}
     try:
         for turn in range(-1, max(1, args.rounds)):
             count, seed = (args.prompts, turn) if turn >= 0 else (24, 10_001)  # the first warms up and does not count
             batch = prompts(count, args.shortest, args.longest, checkpoint.vocab_size, seed)
             tokens = sum(map(len, batch))
-            seconds, computed = extract(batch, f"turn-{turn}")
-            print(f"native: {tokens} tokens in {seconds:.2f} s, computed in {computed:.2f} s", flush=True)
+            seconds = running.run({f"turn-{turn}-{i}": ids for i, ids in enumerate(batch)})
+            print(f"native: {tokens} tokens in {seconds:.2f} s = {tokens / seconds:,.0f} tokens/s", flush=True)
+            written = list(files.glob("*.safetensors"))
             if turn >= 0:
                 result["tokens_per_s"].append(round(tokens / seconds))
-                result["bytes_per_token"].append(round(size() / tokens))
-            for path in files.glob("*.safetensors"):
+                result["bytes_per_token"].append(round(sum(path.stat().st_size for path in written) / tokens))
+            for path in written:
                 path.unlink()
     finally:
-        vllm_engine.engine_core.shutdown()
+        running.shutdown()
         shutil.rmtree(files, ignore_errors=True)
     return result
-
-
-def _flush(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def native_beside(count: int) -> dict[str, Any]:
@@ -441,11 +380,6 @@ def main() -> None:
     checkpoint = read(args.model) if args.model else kimi_shaped(args.layers, args.experts)
     layers = Layers(ids=tuple(args.ids), convention="output")
     layers.check(checkpoint.num_layers)
-    if args.native_only:
-        print("NATIVE " + json.dumps(run_native(args, checkpoint, layers.depths)), flush=True)
-        return
-    worker = "infra.bench.bench_worker." + ("Gpu" if torch.cuda.is_available() else "Cpu")
-    engine_module.WORKERS.update(cpu=worker, gpu=worker)
     engine = Engine(
         tensor_parallel_size=args.size,
         max_model_len=args.max_model_len,
@@ -459,6 +393,11 @@ def main() -> None:
         writing_ranks=args.writing_ranks,
         ring_slots=args.ring_slots,
     )
+    if args.native_only:
+        print("NATIVE " + json.dumps(run_native(args, checkpoint, layers, engine)), flush=True)
+        return
+    worker = "infra.bench.bench_worker." + ("Gpu" if torch.cuda.is_available() else "Cpu")
+    engine_module.WORKERS.update(cpu=worker, gpu=worker)
     identity = checkpoint.identity(layers, args.dtype)
     state_bytes = len(layers.depths) * checkpoint.hidden_size * (2 if args.dtype == "bfloat16" else 4)
     root = Path(tempfile.mkdtemp(prefix="layertap-bench-", dir=args.store))

@@ -1,12 +1,14 @@
-"""vLLM's own ``extract_hidden_states`` with prefix caching, as the peer to measure extraction beside.
+"""vLLM's own ``extract_hidden_states``, as the peer to measure extraction beside.
 
 As shipped its connector copies with CUDA streams; on a CPU, where the states are in host memory already, a subclass
 leaves the copy out and writes the same files by the same threads.
 """
 
 import fcntl
+import os
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,11 +23,21 @@ from tasks.vocabulary import DType
 
 
 class NativeEngine:
-    """A running engine that leaves each prompt's hidden states in a file."""
+    """A running engine that leaves each prompt's hidden states in a file; only rank 0 writes them."""
 
     def __init__(
-        self, checkpoint: Checkpoint, depths: tuple[int, ...], dtype: DType, engine: Engine, directory: Path
+        self,
+        checkpoint: Checkpoint,
+        depths: tuple[int, ...],
+        dtype: DType,
+        engine: Engine,
+        directory: Path,
+        *,
+        prefix_caching: bool,
     ) -> None:
+        os.environ |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_USE_V2_MODEL_RUNNER": "0"}  # it knows V1 only
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -37,7 +49,7 @@ class NativeEngine:
             arguments["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
         if engine.kv_cache_gib is not None:
             arguments["kv_cache_memory_bytes"] = int(engine.kv_cache_gib * 2**30)
-        self._engine = LLMEngine.from_engine_args(
+        self.engine = LLMEngine.from_engine_args(
             EngineArgs(
                 model=str(checkpoint.path),
                 dtype=dtype,
@@ -49,7 +61,7 @@ class NativeEngine:
                 enforce_eager=True,
                 load_format=engine.load_format,
                 skip_tokenizer_init=True,
-                enable_prefix_caching=True,
+                enable_prefix_caching=prefix_caching,
                 disable_log_stats=True,
                 seed=0,
                 speculative_config={
@@ -68,33 +80,39 @@ class NativeEngine:
         )
 
     def run(self, samples: Mapping[str, npt.NDArray[np.int32]]) -> float:
-        """Extract; returns the seconds until the last file is written."""
+        """Extract; returns the seconds until the last file is on the disk, as a commit is."""
         from vllm import SamplingParams
 
         began = time.perf_counter()
         for key, ids in samples.items():
             parameters = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
-            self._engine.add_request(key, {"prompt_token_ids": ids.tolist()}, parameters)
+            self.engine.add_request(key, {"prompt_token_ids": ids.tolist()}, parameters)
         paths = []
-        while self._engine.has_unfinished_requests():
-            paths += [o.kv_transfer_params["hidden_states_path"] for o in self._engine.step() if o.finished]
+        while self.engine.has_unfinished_requests():
+            paths += [o.kv_transfer_params["hidden_states_path"] for o in self.engine.step() if o.finished]
         assert len(paths) == len(samples)
-        core = getattr(self._engine.engine_core, "engine_core", None)
+        core = getattr(self.engine.engine_core, "engine_core", None)
         while core is not None and core.scheduler.has_requests():  # in this process, nobody else goes on with the saves
-            self._engine.step()
+            self.engine.step()
         while not all(Path(f"{path}.lock").exists() for path in paths):
             time.sleep(0.001)
-        for path in paths:  # its writer holds the lock until the file is whole
-            with Path(f"{path}.lock").open() as lock:
-                fcntl.flock(lock, fcntl.LOCK_SH)
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(_flush, paths))
         return time.perf_counter() - began
 
     def reset(self) -> None:
         """Forget all prefixes, with no request under way."""
-        assert self._engine.reset_prefix_cache()
+        assert self.engine.reset_prefix_cache()
 
     def shutdown(self) -> None:
-        self._engine.engine_core.shutdown()
+        self.engine.engine_core.shutdown()
+
+
+def _flush(path: str) -> None:
+    with Path(f"{path}.lock").open() as lock:  # its writer holds the lock until the file is whole
+        fcntl.flock(lock, fcntl.LOCK_SH)
+    with Path(path).open("rb") as file:
+        os.fsync(file.fileno())
 
 
 class _Done:

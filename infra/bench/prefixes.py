@@ -320,7 +320,7 @@ def _native(
     rounds: int,
 ) -> list[float]:
     """Tokens/s of vLLM's own method, given the samples in the order that suits its prefix cache, too."""
-    running = NativeEngine(checkpoint, layers.depths, dtype, engine, directory)
+    running = NativeEngine(checkpoint, layers.depths, dtype, engine, directory, prefix_caching=True)
     rates = []
     try:
         batch = warm_up_prompts(checkpoint)
