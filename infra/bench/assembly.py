@@ -87,7 +87,7 @@ def run(args: argparse.Namespace, reuse: bool, prefixes: list[Rows], own: Rows) 
         names = b"".join(prefix_names(prefix.summary.input_ids_N.numpy()[:shared], 16))
         for member in range(args.members):
             key = f"{family * args.members + member:064x}"
-            wanted.append(Wanted(key, args.shared + args.own, str(root), shared, names))
+            wanted.append(Wanted(key, args.shared + args.own, str(root), 0, shared, names))
             if member == 0 or not reuse:
                 pieces.append(Piece(key, 0, prefix))
             pieces.append(Piece(key, args.shared, own))

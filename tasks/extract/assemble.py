@@ -112,9 +112,11 @@ class Sample:
     num_tokens: int
     hidden_size: int
     directory: Path
+    keeps: bool
+    """Whether this rank writes its states, or only digests them."""
     dtype: torch.dtype
     bytes_LTB: npt.NDArray[np.uint8] | None
-    """Of the states; None on a rank that only digests."""
+    """Of the states; None where nobody needs them, and of its prefix only where only others do."""
     buffer: torch.Tensor | None
     """The memory under them, to be given back."""
     digests_TL: npt.NDArray[np.int64]
@@ -156,6 +158,7 @@ class Sample:
 class _Expected(NamedTuple):
     num_tokens: int
     directory: Path
+    keeps: bool
     prefix: Sequence[bytes]
     shared: int
 
@@ -180,8 +183,6 @@ class Assembler:
     num_depths: int
     hidden_size: int
     dtype: torch.dtype
-    keeps: Callable[[str], bool]
-    """Whether this rank keeps the states of the sample with this key, or only their digests."""
     on_complete: Callable[[Sample], None]
     take: Callable[[int], torch.Tensor]
     """Gives a uint8 buffer of at least that many bytes; blocks while memory is short."""
@@ -204,17 +205,27 @@ class Assembler:
     _unsettled: dict[str, Sample] = field(default_factory=dict)
     """Samples of this step that were not handed on."""
 
-    def expect(self, key: str, num_tokens: int, directory: Path, prefix: Sequence[bytes] = (), shared: int = 0) -> None:
+    def expect(
+        self,
+        key: str,
+        num_tokens: int,
+        directory: Path,
+        *,
+        keeps: bool = True,
+        prefix: Sequence[bytes] = (),
+        shared: int = 0,
+    ) -> None:
         """Announce a sample that the engine will be asked for.
 
         Args:
             key: of the sample.
             num_tokens: T
             directory: to stage it in.
+            keeps: whether this rank keeps its states, or only their digests.
             prefix: names of its first blocks, whose rows are held for others.
             shared: tokens with which other samples may begin, too.
         """
-        expected = _Expected(num_tokens, directory, prefix, shared)
+        expected = _Expected(num_tokens, directory, keeps, prefix, shared)
         if self._expected.get(key) != expected:  # a preempted request may be announced again
             begun = self._samples.pop(key, None)
             if begun is not None and begun.buffer is not None:
@@ -331,14 +342,14 @@ class Assembler:
         missing = []
         for first, last in sample.gaps:
             assert self.prefixes is not None
-            found = self.prefixes.fill(sample, sample.prefix, first, last, states=self.keeps(sample.key))
+            found = self.prefixes.fill(sample, sample.prefix, first, last, states=sample.keeps)
             if found is None:
                 missing.append((first, last))
             else:
                 sample.reused += found.reused
                 sample.staged = sorted([*sample.staged, *found.staged], key=lambda rows: rows.start)
                 copies += found.copies
-                if sample.bytes_LTB is not None and self.keeps(sample.key):
+                if sample.bytes_LTB is not None and sample.keeps:
                     for start, stop in uncovered(found.staged, first, last):
                         rows_B.extend(sample.bytes_LTB[:, start:stop])
         sample.gaps = missing
@@ -350,7 +361,7 @@ class Assembler:
         self.copies.run(copies)
 
     def _promise(self, sample: Sample) -> None:
-        if self.prefixes is not None and sample.bytes_LTB is not None and self.keeps(sample.key):
+        if self.prefixes is not None and sample.bytes_LTB is not None and sample.keeps:
             sample.promised = self.prefixes.staged.promise(sample.prefix, sample.shared, sample.digests_TL)
 
     def _to_hold(self, rows: _Placed, block: int) -> Holding:
@@ -364,7 +375,7 @@ class Assembler:
         del self._samples[sample.key], self._expected[sample.key]
         if self.prefixes is not None:
             self.prefixes.touch(sample.prefix)
-        if sample.buffer is not None and not self.keeps(sample.key):
+        if sample.buffer is not None and not sample.keeps:
             self.give_back(sample.buffer)
             sample.bytes_LTB = sample.buffer = None
         self.on_complete(sample)
@@ -376,13 +387,13 @@ class Assembler:
             sample.misshapen = sample.misshapen or (shape, dtype)
 
     def _begin(self, key: str) -> Sample:
-        num_tokens, directory, prefix, shared = self._expected[key]
+        num_tokens, directory, keeps, prefix, shared = self._expected[key]
         if self._begun_tokens and self._begun_tokens + num_tokens > self.step_tokens:
             self._hand_on()
         self._begun_tokens += num_tokens
         shape = (num_tokens, self.num_depths)
         rows = buffer = None
-        if self.keeps(key):
+        if keeps:
             kept = num_tokens
         elif self.prefixes is not None and self.prefixes.holds_states:
             # Samples are dealt over the ranks: what another one keeps, this one's may begin with.
@@ -399,6 +410,7 @@ class Assembler:
             num_tokens=num_tokens,
             hidden_size=self.hidden_size,
             directory=directory,
+            keeps=keeps,
             dtype=self.dtype,
             bytes_LTB=rows,
             buffer=buffer,

@@ -30,6 +30,8 @@ class Wanted(NamedTuple):
     num_tokens: int
     directory: str
     """To stage it in."""
+    writer: int
+    """The rank that does so; every rank holds its states, and digests them."""
     shared: int = 0
     """Tokens with which other samples may begin, too."""
     prefix: bytes = b""
@@ -92,10 +94,6 @@ class AssemblySpec:
         """Of one token at one depth."""
         return self.hidden_size * self.torch_dtype.itemsize
 
-    def keeps(self, key: str) -> bool:
-        """Whether this rank keeps a sample's states; every rank holds them all, and digests them."""
-        return (int(key[:8], 16) % self.world_size if self.settings.deal else 0) == self.rank
-
     @property
     def keeps_any(self) -> bool:
         return self.settings.deal or self.rank == 0
@@ -105,6 +103,7 @@ class Assembly:
     """Assembles samples from the rows of engine steps, and writes them; safe to call from any thread."""
 
     def __init__(self, spec: AssemblySpec) -> None:
+        self._rank = spec.rank
         self._lock = threading.Lock()
         self.outbox = Outbox(spec.settings.receipts, spec.rank)
         self._owed_lock = threading.Lock()
@@ -141,7 +140,6 @@ class Assembly:
             num_depths=spec.num_depths,
             hidden_size=spec.hidden_size,
             dtype=spec.torch_dtype,
-            keeps=spec.keeps,
             on_complete=self._write,
             take=self.writer.memory.take,
             give_back=lambda buffer: self.writer.memory.give_back(buffer, written=False),
@@ -156,8 +154,14 @@ class Assembly:
         """Announce samples, before their rows come."""
         with self._lock:
             for sample in wanted:
-                directory = Path(sample.directory)
-                self.assembler.expect(sample.key, sample.num_tokens, directory, sample.names, sample.shared)
+                self.assembler.expect(
+                    sample.key,
+                    sample.num_tokens,
+                    Path(sample.directory),
+                    keeps=sample.writer == self._rank,
+                    prefix=sample.names,
+                    shared=sample.shared,
+                )
 
     def forget_prefixes(self) -> None:
         """Let go of all rows that are held for other samples."""

@@ -74,7 +74,7 @@ class CaptureMixin:
     def execute_model(self, scheduler_output: Any) -> Any:
         if self._open:
             for request_id in scheduler_output.finished_req_ids:
-                self._held_tokens.pop(sample_key(request_id), None)
+                self._wanted.pop(sample_key(request_id), None)
             if wanted := list(_wanted(scheduler_output)):
                 self._expect(wanted)
         output = super().execute_model(scheduler_output)  # type: ignore[misc]
@@ -121,14 +121,15 @@ class CaptureMixin:
 
     def _expect(self, wanted: list[Wanted]) -> None:
         self._assembly.expect(wanted)
-        if self._spec.settings.reuse_bytes:
-            self._held_tokens.update({w.key: w.num_blocks * self._spec.block for w in wanted})
+        self._wanted.update((sample.key, sample) for sample in wanted)
 
     def _wants(self, span: Span) -> bool:
         """Whether the states of these rows come to this rank's host memory: to be written, or held for others."""
-        if self._spec.keeps(span.key):
-            return True
-        return self._spec.keeps_any and span.start < self._held_tokens.get(span.key, 0)
+        sample = self._wanted.get(span.key)
+        if sample is None:
+            return False
+        held = sample.num_blocks * self._spec.block if self._spec.keeps_any else 0
+        return sample.writer == self._spec.rank or span.start < held
 
     def layertap_open(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Make ready to capture.
@@ -151,7 +152,8 @@ class CaptureMixin:
             settings=asked,
         )
         self._spec = spec
-        self._held_tokens: dict[str, int] = {}
+        self._wanted: dict[str, Wanted] = {}
+        """Samples whose requests have not finished, by key."""
         self._suspects: dict[str, list[tuple[int, torch.Tensor]]] = {}
         self._settling: dict[int, int] = {}
         self._assembly: Assembly | AssemblyProcess

@@ -31,6 +31,7 @@ from tasks.extract.assembly import CaptureSettings
 from tasks.extract.capture import OWNER_VARIABLE
 from tasks.extract.checks import DEEPSEEK, StartupError, check_gpus, vllm_version
 from tasks.extract.config import Engine
+from tasks.extract.deal import Deal
 from tasks.extract.devices import Devices, engine_devices
 from tasks.extract.logs import Receiver, others_kept
 from tasks.extract.preflight import fitted, look
@@ -367,11 +368,19 @@ class CaptureEngine:
         except BaseException:
             vllm_engine.engine_core.shutdown()
             raise
+        # Half a step apart, the ranks still write beside each other most of the time.
+        lead = (engine.max_num_batched_tokens or 0) // 2
+        self._deal = Deal(self._writers, block=self.ranks[0]["kv_block"], lead=lead)
         return vllm_engine
 
-    def _settings(self) -> CaptureSettings:
+    @property
+    def _writers(self) -> int:
+        """Ranks that write."""
         engine = self.spec.engine
-        writers = engine.tensor_parallel_size if engine.writing_ranks == "all" else 1
+        return engine.tensor_parallel_size if engine.writing_ranks == "all" else 1
+
+    def _settings(self) -> CaptureSettings:
+        engine, writers = self.spec.engine, self._writers
         return CaptureSettings(
             stage=self.spec.stage,
             stage_spec=dict(self.spec.stage_spec),
@@ -520,6 +529,7 @@ class CaptureEngine:
             if self.reuses and not job.suspect:
                 told["shared"] = len(ids_T) if job.shared is None else job.shared[key]
                 told["prefix"] = b"".join(prefix_names(ids_T[: told["shared"]], self.ranks[0]["kv_block"]))
+            told["writer"] = self._deal.writer(len(ids_T), told.get("prefix", b""))
             parameters = SamplingParams(
                 max_tokens=1,
                 temperature=0.0,

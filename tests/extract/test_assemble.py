@@ -27,7 +27,6 @@ def assembler(done: list[Sample], **changes: object) -> Assembler:
         "num_depths": L,
         "hidden_size": H,
         "dtype": torch.float32,
-        "keeps": lambda key: True,
         "take": HostMemory(1 << 20).take,
     }
     return Assembler(**settings | changes, on_complete=done.append)  # type: ignore[arg-type]
@@ -172,8 +171,8 @@ def test_unwritten_rows_are_poison() -> None:
 
 def test_a_rank_that_only_digests_keeps_no_states() -> None:
     done: list[Sample] = []
-    to = assembler(done, keeps=lambda key: False)
-    to.expect("k", 3, HERE)
+    to = assembler(done)
+    to.expect("k", 3, HERE, keeps=False)
     rows = states(3, 1)
     to.add("k", 0, Arrived.of((), summarize(tuple(rows), torch.arange(3))), slice(0, 3))
     to.settle()

@@ -84,7 +84,7 @@ def steps() -> Iterator[Step]:
 
 def run(assembly: Assembly | AssemblyProcess, transfer: Any, inbox: Inbox, directory: Path) -> dict[str, Receipt]:
     inbox.accept()
-    assembly.expect([Wanted(key, n, str(directory)) for key, n in LENGTHS.items()])
+    assembly.expect([Wanted(key, n, str(directory), 0) for key, n in LENGTHS.items()])
     for step in steps():
         transfer.send(step)
     found: Any = eventually(lambda: inbox.take(list(LENGTHS)))
@@ -199,7 +199,7 @@ def test_settled_samples_are_taken_with_what_there_is(inbox: Inbox, tmp_path: Pa
     assembly = Assembly(asked)
     inbox.accept()
     keys = list(LENGTHS)
-    assembly.expect([Wanted(key, n, str(tmp_path)) for key, n in LENGTHS.items()])
+    assembly.expect([Wanted(key, n, str(tmp_path), 0) for key, n in LENGTHS.items()])
     transfer = DirectTransfer(assembly, lambda span: True)
     transfer.send(next(steps()))
     assert inbox.take(keys) is None, "one sample is not whole"
@@ -301,7 +301,7 @@ def test_a_prefix_of_one_step_is_staged_once(few: None, inbox: Inbox, tmp_path: 
     own = torch.randn(L, 7, H, generator=RNG)
     ids = {f"{FAMILY}{i}": np.concatenate([np.arange(SHARED), [900 + i] * 7]).astype(np.int32) for i in (0, 1)}
     names = b"".join(prefix_names(np.arange(SHARED), 16))
-    assembly.expect([Wanted(key, SHARED + 7, str(tmp_path / "staged"), SHARED, names) for key in ids])
+    assembly.expect([Wanted(key, SHARED + 7, str(tmp_path / "staged"), 0, SHARED, names) for key in ids])
     states = torch.cat([prefix, own, own], dim=1)
     step_ids = torch.from_numpy(np.concatenate([ids[f"{FAMILY}0"], ids[f"{FAMILY}1"][SHARED:]]))
     spans = (

@@ -34,7 +34,7 @@ class Rank:
     def __init__(
         self, slots: int = 1000, keeps: bool = True, holds: bool = True, stages: bool = False, step_tokens: int = 1000
     ) -> None:
-        self.stages = stages
+        self.stages, self.keeps = stages, keeps
         self.files: dict[str, torch.Tensor] = {}
         """Rows of chunks by name, [L, CHUNK, H]."""
         self.done: dict[str, Sample] = {}
@@ -54,7 +54,6 @@ class Rank:
             num_depths=L,
             hidden_size=H,
             dtype=torch.float32,
-            keeps=lambda key: keeps,
             on_complete=self._complete,
             take=self._take,
             give_back=self._count,
@@ -97,7 +96,8 @@ class Rank:
 
     def expect(self, samples: dict[str, list[int]]) -> None:
         for key, ids in samples.items():
-            self.to.expect(key, len(ids), HERE, prefix_names(ids, BLOCK), len(ids))
+            prefix = prefix_names(ids, BLOCK)
+            self.to.expect(key, len(ids), HERE, keeps=self.keeps, prefix=prefix, shared=len(ids))
 
     def step(self, *spans: tuple[str, list[int], int, int]) -> None:
         """One step with rows [start, stop) of each of several samples."""
@@ -308,10 +308,10 @@ def test_a_rank_that_keeps_no_states_reuses_what_it_knows_of_them() -> None:
 
 def test_a_rank_holds_the_prefix_of_a_sample_that_another_keeps() -> None:
     a, b = [*range(12)], [*range(8), 50, 51]
-    rank = Rank()
-    keeps = {"a": False, "b": True}
-    rank.to.keeps = keeps.__getitem__
-    rank.expect({"a": a, "b": b})
+    rank = Rank(keeps=False)
+    rank.expect({"a": a})
+    rank.keeps = True
+    rank.expect({"b": b})
     rank.step(("a", a, 0, 12))
     rank.step(("b", b, 8, 10))
     assert rank.done["a"].states_LTH is None
