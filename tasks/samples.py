@@ -71,12 +71,15 @@ class SampleTable:
 
     @property
     def nameless(self) -> frozenset[int]:
-        """Rows whose id a later row of other content has, too: the id names that one."""
+        """Rows whose id a later row of other tokens or with another loss mask has, too: the id names that one."""
         if self._nameless is None:
             ids, keys = self._table["source_id"].to_pylist(), self.keys
-            last = dict(zip(ids, keys, strict=True))
+            last = {source_id: row for row, source_id in enumerate(ids)}
             self._nameless = frozenset(
-                row for row, (source_id, key) in enumerate(zip(ids, keys, strict=True)) if last[source_id] != key
+                row
+                for row, named in enumerate(map(last.__getitem__, ids))
+                if row != named
+                and (keys[row] != keys[named] or not np.array_equal(self[row].loss_mask, self[named].loss_mask))
             )
         return self._nameless
 

@@ -142,10 +142,11 @@ def _add(report: TokenizeReport, outcome: Outcome) -> None:
 
 
 class _Seen:
-    """Finds what occurs twice, with 28 bytes a sample: a hash each of key and id, and the place."""
+    """Finds what occurs twice, with 36 bytes a sample: a hash each of key, loss mask and id, and the place."""
 
     def __init__(self) -> None:
         self._keys = array("Q")
+        self._masks = array("q")
         self._ids = array("q")
         self._files = array("I")
         self._rows = array("Q")
@@ -153,6 +154,7 @@ class _Seen:
 
     def add(self, sample: Sample, file: str, row: int) -> None:
         self._keys.append(int(sample.key[:16], 16))
+        self._masks.append(hash(np.asarray(sample.loss_mask, np.bool_).tobytes()))
         self._ids.append(hash(sample.source_id))
         self._files.append(self._names.setdefault(file, len(self._names)))
         self._rows.append(row)
@@ -167,11 +169,12 @@ class _Seen:
         """Of each id that stands for different contents, the first sample that loses it and the one that it names."""
         if not self._keys:
             return []
-        keys = np.frombuffer(self._keys, np.uint64)
+        keys, masks = np.frombuffer(self._keys, np.uint64), np.frombuffer(self._masks, np.int64)
         _, of_id = np.unique(np.frombuffer(self._ids, np.int64), return_inverse=True)
         last = np.zeros(of_id.max() + 1, np.int64)
         np.maximum.at(last, of_id, np.arange(len(keys)))
-        others = np.flatnonzero(keys != keys[last[of_id]])
+        named = last[of_id]
+        others = np.flatnonzero((keys != keys[named]) | (masks != masks[named]))
         _, first = np.unique(of_id[others], return_index=True)
         return [(int(sample), int(last[of_id[sample]])) for sample in others[np.sort(first)]]
 

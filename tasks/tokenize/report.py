@@ -27,8 +27,8 @@ class SharedId:
 
     def __str__(self) -> str:
         return (
-            f"the id {self.id!r} stands for different contents at {self.first} and {self.last}: it names the last of "
-            "them, and the others can be read by key only; give each an id of its own"
+            f"the id {self.id!r} stands for different tokens or loss masks at {self.first} and {self.last}: it names "
+            "the last of them, and the states of the others can be read by key only; give each an id of its own"
         )
 
 

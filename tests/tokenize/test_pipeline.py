@@ -237,6 +237,12 @@ def test_an_id_that_stands_for_several_contents_is_named_with_its_places(run: Ru
     assert sorted(lost) == [("a", [1]), ("a", [1]), ("a", [4]), ("c", [5])]
 
 
+def test_another_loss_mask_is_another_content(run: Run) -> None:
+    report, table = run([IDS, IDS | {"loss_mask": [1, 1, 1]}, IDS | {"id": "twin"}])
+    assert [(s.id, s.first, s.last) for s in report.shared_ids] == [("ids", "chats.jsonl:1", "chats.jsonl:2")]
+    assert (report.duplicates, report.ids_used_twice, table.nameless) == (2, 1, {0})
+
+
 def test_ids_of_one_content_each_are_no_problem(run: Run) -> None:
     report, table = run([IDS, IDS, IDS | {"id": "twin"}])
     assert (report.ids_used_twice, report.shared_ids, table.nameless) == (0, [], frozenset())

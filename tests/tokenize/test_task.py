@@ -70,8 +70,8 @@ def test_an_id_with_two_contents_is_told(run: Any, logged: pytest.LogCaptureFixt
     other = '{"id": "a", "input_ids": [4]}'
     table, report = run(USABLE, "{", other)
     told = (
-        "the id 'a' stands for different contents at chats.jsonl:1 and chats.jsonl:3: it names the last of them, and "
-        "the others can be read by key only; give each an id of its own"
+        "the id 'a' stands for different tokens or loss masks at chats.jsonl:1 and chats.jsonl:3: it names the "
+        "last of them, and the states of the others can be read by key only; give each an id of its own"
     )
     assert logged.messages[1:] == [told]
     assert dict(Summary("s", report).lines())["ids used twice"] == f"1; {told}"
