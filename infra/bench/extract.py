@@ -384,7 +384,6 @@ def main() -> None:
         tensor_parallel_size=args.size,
         max_model_len=args.max_model_len,
         max_num_batched_tokens=args.batched_tokens,
-        max_num_seqs=64,
         gpu_memory_utilization=args.memory,
         kv_cache_gib=args.kv_gib,
         load_format="auto" if args.model else "dummy",

@@ -166,7 +166,7 @@ def main() -> None:
         tensor_parallel_size=args.size,
         max_model_len=max_model_len,
         max_num_batched_tokens=args.batched_tokens or (16384 if on_gpu else 2048),
-        max_num_seqs=64 if on_gpu else 16,
+        max_num_seqs=256 if on_gpu else 16,
         gpu_memory_utilization=args.memory,
         kv_cache_gib=args.kv_gib or (None if on_gpu else 1.0),
         load_format="dummy" if args.model == "none" else "auto",

@@ -117,6 +117,10 @@ class AssemblyProcess:
         self._reader.start()
 
     @property
+    def num_slots(self) -> int:
+        return len(self._slots)
+
+    @property
     def pid(self) -> int:
         return self._process.pid
 

@@ -37,7 +37,7 @@ class Engine(BaseModel):
         description="Tokens of one engine step. When absent, up to 16384 on GPUs and 8192 on a CPU, so that a step's "
         "captured states take no more than 1 GiB.",
     )
-    max_num_seqs: Annotated[int, Field(ge=1, description="Samples of one engine step.")] = 64
+    max_num_seqs: Annotated[int, Field(ge=1, description="Most samples of one engine step.")] = 256
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     kv_cache_gib: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="Size of the KV cache; what is left of the memory when absent. Set it on a CPU."

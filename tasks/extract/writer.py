@@ -29,7 +29,7 @@ Stage = Callable[
     [Path, str, Mapping[str, Any], npt.NDArray[Any], npt.NDArray[np.int32], Executor], Mapping[str, tuple[int, int]]
 ]
 
-_DIGEST_ROWS = 1024  # of one depth, digested by one thread
+_DIGEST_ROWS = 512  # of all depths, digested by one thread
 
 
 class Writer:
@@ -140,18 +140,17 @@ class Writer:
         for rows, files in zip(sample.staged, staged, strict=True):
             arrived_TL[rows.start : rows.stop] = files.arrived_TL
         blocks = [
-            (depth, start, min(start + _DIGEST_ROWS, stop))
+            (start, min(start + _DIGEST_ROWS, stop))
             for first, stop in uncovered(sample.staged, 0, num_tokens)
-            for depth in range(num_depths)
             for start in range(first, stop, _DIGEST_ROWS)
         ]
 
-        def digest_block(block: tuple[int, int, int]) -> None:
-            depth, start, stop = block
-            arrived_TL[start:stop, depth] = digest.row_digests(states_LTH[depth, start:stop]).numpy()
+        def digest_block(block: tuple[int, int]) -> None:
+            start, stop = block
+            for depth in range(num_depths):
+                arrived_TL[start:stop, depth] = digest.row_digests(states_LTH[depth, start:stop]).numpy()
 
-        # Handing blocks to other threads pays where there are several for each depth.
-        run = self._chunks.map if len(blocks) > num_depths else map
+        run = self._chunks.map if len(blocks) > 1 else map
         for _ in run(digest_block, blocks):
             pass
         return arrived_TL

@@ -4,7 +4,7 @@ Runs in the engine's worker process, in its writer threads. Encoding, checksums 
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Executor, wait
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ def stage_states(
         states_LTH: [L, T, H] uint16 with the bits of bfloat16, or float32, as ``spec.dtype`` says; rows of chunks that
             are ``linked`` may be anything.
         input_ids: [T], the token ids that the states belong to.
-        executor: Encodes a long sample's chunks in parallel where given; must not be the caller's own pool.
+        executor: Encodes stretches of a long sample in parallel where given; must not be the caller's own pool.
 
     Returns:
         {path relative to the sample: (bytes, crc32c)} of each file written.
@@ -103,6 +103,9 @@ def stage_states(
             sharing.chunks[tile.path] = SharedChunk(name, tile.tokens.start, tile.tokens.stop, rows_ltH.shape[0])
         return written_as
 
+    def write_tiles(some: Iterable[Tile]) -> dict[str, tuple[int, int]]:
+        return {tile.path: write_tile(tile) for tile in some}
+
     with storage_failures(directory):
         # Plain strings here and below: for small samples, pathlib takes as long as the system calls.
         os.makedirs(f"{directory}/hidden_states", exist_ok=True)  # noqa: PTH103
@@ -113,12 +116,18 @@ def stage_states(
             if links is None or tile is None or tile.tokens != slice(chunk.start, chunk.stop):
                 raise ChunkGone(f"{path} is no chunk of tokens [{chunk.start}, {chunk.stop}) that can be linked here")
             written[path] = links.link(chunk.name, f"{directory}/{path}")
-        if executor is None or len(tiles) < 2:
-            written.update((path, write_tile(tile)) for path, tile in tiles.items())
+        # All depths of some tokens together: to hand a task to a thread takes the interpreter's lock a dozen times, for
+        # which as many threads wait.
+        stretches: dict[int, list[Tile]] = {}
+        for tile in tiles.values():
+            stretches.setdefault(tile.tokens.start, []).append(tile)
+        if executor is None or len(stretches) < 2:
+            written.update(write_tiles(tiles.values()))
         else:
-            futures = {path: executor.submit(write_tile, tile) for path, tile in tiles.items()}
-            wait(futures.values())  # even when one fails: the caller may overwrite the states once this has returned
-            written.update((path, future.result()) for path, future in futures.items())
+            futures = [executor.submit(write_tiles, stretch) for stretch in stretches.values()]
+            wait(futures)  # even when one fails: the caller may overwrite the states once this has returned
+            for future in futures:
+                written.update(future.result())
         if quantizer:
             write_array("scales", "c.0.0", quantizer.scales_LT)
             write_array("quantization_error", "c.0.0", quantizer.error_L2)
