@@ -40,7 +40,8 @@ class Engine(BaseModel):
     max_num_seqs: Annotated[int, Field(ge=1, description="Most samples of one engine step.")] = 256
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     kv_cache_gib: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="Size of the KV cache; what is left of the memory when absent. Set it on a CPU."
+        default=None,
+        description="Size of the KV cache of each rank. When absent, what a GPU's memory leaves; on a CPU, two steps.",
     )
     enforce_eager: bool = Field(
         default=True, description="Run without torch.compile and CUDA graphs, which gain nothing for large prefills."

@@ -356,6 +356,11 @@ class CaptureEngine:
             vllm_engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         except (TypeError, ValueError) as error:
             raise StartupError(f"vLLM {vllm_version()} refused the engine's arguments: {error}") from error
+        except RuntimeError as error:  # of another process, which has logged what went wrong there
+            self._logs.close()
+            if self._logs.failure is None:
+                raise
+            raise RuntimeError(f"vLLM could not start: {self._logs.failure}") from error
         self.reuses = bool(vllm_engine.vllm_config.cache_config.enable_prefix_caching)
         if spec.reuse and not self.reuses:
             device = "a CPU" if on_cpu else "this device"

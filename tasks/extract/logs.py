@@ -90,6 +90,8 @@ class Receiver:
 
     def __init__(self) -> None:
         """Set the environment for the engine's processes, which must start after this."""
+        self.failure: str | None = None
+        """What the first traceback that was logged ends with; known once closed."""
         self._lock, self._closed = threading.Lock(), False
         self._directory = tempfile.TemporaryDirectory(prefix="layertap-log-")
         self._address = str(Path(self._directory.name) / "socket")
@@ -109,6 +111,8 @@ class Receiver:
             # thread that writes to the broken pipe. Unread, the socket would fill up and stop who writes to it.
             with suppress(Exception, SystemExit):
                 record = json.loads(message)
+                if self.failure is None and record["level"] >= logging.ERROR and "Traceback" in record["text"]:
+                    self.failure = record["text"].rstrip().rpartition("\n")[2]
                 engine_logger.log(int(record["level"]), "%s: %s", record["process"], record["text"])
 
     def close(self) -> None:

@@ -26,6 +26,10 @@ CONTEXT_BYTES = 2 * GIB
 STEP_TOKENS = (16_384, 8_192, 4_096, 2_048)
 """Sizes of a step to choose from. Prefill gains nothing beyond the first; vLLM's own steps are about as large."""
 CPU_STEP_TOKENS = 8_192
+CPU_CACHE_STEPS = 2
+"""A CPU's KV cache holds the tokens of so many steps, where no size is given; prefill needs no more than those."""
+CPU_BLOCK_TOKENS = 128
+"""Of vLLM's KV cache on a CPU, at most."""
 STEP_BYTES = GIB
 """Captured states of a step may take so much: on the GPU until they are copied, and once per slot on the host."""
 STEP_SHARE = 32
@@ -275,7 +279,11 @@ def fitted(
         if slots is None:
             rings = RING_SLOTS * tokens * per_token * (1 if ranks == "first" else engine.tensor_parallel_size)
             slots = RING_SLOTS if rings <= machine.host_free // RING_SHARE else RING_SLOTS - 1
-        changes = {"writing_ranks": ranks, "max_num_batched_tokens": tokens, "ring_slots": slots}
+        changes: dict[str, Any] = {"writing_ranks": ranks, "max_num_batched_tokens": tokens, "ring_slots": slots}
+        if machine.on_cpu and engine.kv_cache_gib is None:
+            # vLLM would take nine tenths of all memory, and not start where other programs have more than the rest.
+            held = max(engine.max_model_len, CPU_CACHE_STEPS * tokens) + CPU_BLOCK_TOKENS
+            changes["kv_cache_gib"] = held * kv_bytes(checkpoint, dtype, engine) / GIB
         chosen = engine.model_copy(update=changes)
         try:
             _check_gpus(checkpoint, per_token, dtype, chosen, machine)
@@ -383,7 +391,7 @@ def _check_host(
         parts["rows of shared prefixes (engine.reuse_gib)"] = int(engine.reuse_gib * GIB)
     if machine.on_cpu:
         weights = (weight_bytes(checkpoint, dtype, ranks) or 0) * ranks
-        cache = engine.kv_cache_gib * GIB if engine.kv_cache_gib is not None else 0
+        cache = (engine.kv_cache_gib or 0) * GIB * ranks
         parts |= {"weights": weights, "KV cache (engine.kv_cache_gib)": int(cache)}
     if not machine.on_cpu or engine.writer_process:
         writers = ranks if engine.writing_ranks == "all" else 1

@@ -36,6 +36,7 @@ def test_records_of_another_process_arrive(caplog: pytest.LogCaptureFixture, mon
     receiver = Receiver()
     subprocess.run([sys.executable, "-c", CHILD], check=True)
     receiver.close()
+    assert receiver.failure == "ZeroDivisionError: division by zero"
     first, second, third = messages(caplog)
     assert first == "MainProcess: from the child"
     assert second.startswith("MainProcess: it failed\nTraceback")
