@@ -2,10 +2,13 @@
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -122,13 +125,23 @@ def test_a_process_of_its_own_does_the_same(tmp_path: Path) -> None:
 
 
 class Slots:
-    """Takes steps as the other process does, and keeps what it is told."""
+    """Takes steps as the other process does, into one buffer, and keeps what it is told."""
+
+    num_slots = 2
 
     def __init__(self, asked: AssemblySpec, max_rows: int) -> None:
         self.slot = Slot(0, torch.zeros(slot_bytes(asked, max_rows), dtype=torch.uint8), asked)
         self.told: list[tuple[list[Place], int, int]] = []
+        self.free = threading.Semaphore(1)
+        self.died = False
+
+    def pin(self) -> None:
+        pass
 
     def free_slot(self) -> Slot:
+        self.free.acquire()
+        if self.died:
+            raise AssemblyDied("it ended")
         return self.slot
 
     def deliver(self, slot: Slot, places: list[Place], num_rows: int, kept_rows: int) -> None:
@@ -136,28 +149,86 @@ class Slots:
         self.told.append((places, num_rows, kept_rows))
 
 
-@given(st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=1, max_size=8))
-def test_only_rows_that_are_kept_travel_and_each_comes_to_its_place(spans: list[tuple[int, bool]]) -> None:
-    asked = spec_for("nobody")
-    stops = np.cumsum([count for count, _ in spans]).tolist()
-    step = Step(
-        tuple(Span(f"{i}-12345678", 0, slice(stop - spans[i][0], stop)) for i, stop in enumerate(stops)),
+def one_step(*counts: int) -> Step:
+    """A step with so many rows of each of several samples, whose keys are numbers."""
+    stops = np.cumsum(counts).tolist()
+    return Step(
+        tuple(Span(f"{i}-12345678", 0, slice(stop - counts[i], stop)) for i, stop in enumerate(stops)),
         tuple(torch.randn(stops[-1], H) for _ in range(L)),
         torch.arange(stops[-1]),
     )
-    slots = Slots(asked, stops[-1])
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=1, max_size=8))
+def test_only_rows_that_are_kept_travel_and_each_comes_to_its_place(spans: list[tuple[int, bool]]) -> None:
+    step = one_step(*(count for count, _ in spans))
+    slots = Slots(spec_for("nobody"), len(step.input_ids))
     ring = SharedRing(cast(AssemblyProcess, slots), lambda span: spans[int(span.key)][1], torch.device("cpu"))
     ring.send(step)
     ring.close()
     ((places, num_rows, kept_rows),) = slots.told
     states_LNH, summary = slots.slot.views(num_rows, kept_rows)
-    assert num_rows == stops[-1]
+    assert num_rows == len(step.input_ids)
     assert kept_rows == sum(count for count, kept in spans if kept)
     assert summary.input_ids_N.tolist() == list(range(num_rows))
     assert [rows is not None for _, rows in places] == [kept for _, kept in spans]
     for span, rows in places:
         if rows is not None:
             assert torch.equal(states_LNH[:, rows], torch.stack([rows_NH[span.rows] for rows_NH in step.states]))
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams that run everything at once, where there is no GPU."""
+    nothing: Any = MagicMock()
+    monkeypatch.setattr(torch.cuda, "Stream", nothing)
+    monkeypatch.setattr(torch.cuda, "Event", nothing)
+    monkeypatch.setattr(torch.cuda, "current_stream", nothing)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+
+
+def ring_of(slots: Slots, *, lent: bool = False) -> SharedRing:
+    return SharedRing(cast(AssemblyProcess, slots), lambda span: True, torch.device("cuda", 0), lent=lent)
+
+
+@pytest.mark.parametrize("lent", [False, True])
+def test_the_engine_goes_on_while_steps_wait_for_a_buffer(streams: None, lent: bool) -> None:
+    slots = Slots(spec_for("nobody"), 8)
+    slots.free.acquire()
+    ring, sent = ring_of(slots, lent=lent), [one_step(3, 2), one_step(4), one_step(8)]
+    expected = [torch.stack(step.states) for step in sent]
+    for step in sent[:2]:  # as many as there are buffers
+        ring.send(step)
+        step.input_ids.fill_(-1)  # as a runner does in its next step
+        if lent:
+            for rows_NH in step.states:
+                rows_NH.fill_(torch.nan)
+    third = threading.Thread(target=ring.send, args=(sent[2],))
+    third.start()
+    third.join(0.2)
+    assert third.is_alive(), "nothing would bound what is held on the GPU"
+    for number, states_LNH in enumerate(expected, 1):
+        slots.free.release()
+        eventually(lambda n=number: len(slots.told) == n or None)  # type: ignore[misc]
+        there_LNH, summary = slots.slot.views(*slots.told[-1][1:])
+        assert torch.equal(there_LNH, states_LNH)
+        assert summary.input_ids_N.tolist() == list(range(states_LNH.shape[1]))
+    third.join()
+    ring.close()
+
+
+def test_what_goes_wrong_on_the_way_stops_the_engine(streams: None) -> None:
+    slots = Slots(spec_for("nobody"), 8)
+    slots.died = True
+    ring = ring_of(slots)
+    ring.send(one_step(3))
+
+    eventually(lambda: ring._error)
+    with pytest.raises(RuntimeError, match="could not be copied to host memory: it ended"):
+        ring.send(one_step(1))
+    with pytest.raises(RuntimeError, match="it ended"):
+        _ = ring.delivered
+    ring.close()
 
 
 def test_a_killed_process_is_told_to_whoever_needs_it(inbox: Inbox) -> None:
