@@ -109,6 +109,8 @@ def parse(row: Mapping[str, Any], columns: Columns, default_id: str) -> Item:
     item_id = _id(row.get(columns.id), default_id)
     fields = (columns.messages,) if columns.messages else TURN_FIELDS
     used, *others = [n for n in ("input_ids", *fields, columns.text) if row.get(n) is not None] or [""]
+    if used == columns.messages:
+        others = []  # it was asked for by name
     unread = f"{' and '.join(f'`{n}`' for n in others)} beside `{used}`" if others else ""
     if used == "input_ids":
         return replace(_tokens(item_id, row), unread=unread)
