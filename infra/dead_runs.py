@@ -32,18 +32,19 @@ from flows.doctor import POOL
 UNDER_WAY = [StateType.RUNNING, StateType.CANCELLING]
 
 
-def mark(worker: str, seconds: float = 0.0) -> list[str]:
+def mark(worker: str, seconds: float = 0.0, pool: str = POOL) -> list[str]:
     """Mark the runs of a worker of this machine, which is not running any more; gives their names.
 
     Args:
         worker: its name.
         seconds: for so long, wait for runs that are about to end.
+        pool: that it works for.
     """
     marked = []
     deadline = time.monotonic() + seconds
     with get_client(sync_client=True) as client:
         while True:
-            runs = _under_way(client, worker)
+            runs = _under_way(client, worker, pool)
             ended = [run for run in runs if not _is_there(run)]
             for run in ended:
                 state = client.read_flow_run(run.id).state  # it may have said its last word since
@@ -56,9 +57,9 @@ def mark(worker: str, seconds: float = 0.0) -> list[str]:
             time.sleep(1)
 
 
-def _under_way(client: SyncPrefectClient, worker: str) -> list[FlowRun]:
+def _under_way(client: SyncPrefectClient, worker: str, pool: str) -> list[FlowRun]:
     runs = client.read_flow_runs(
-        work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[POOL])),
+        work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[pool])),
         flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=UNDER_WAY))),
     )
     return [run for run in runs if run.labels.get("prefect.worker.name") == worker and run.infrastructure_pid]
