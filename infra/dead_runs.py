@@ -77,5 +77,6 @@ def _is_there(run: FlowRun) -> bool:
 
 
 if __name__ == "__main__":
-    for name in mark(sys.argv[1], *map(float, sys.argv[2:])):
+    worker, *seconds = sys.argv[1:]
+    for name in mark(worker, sum(map(float, seconds))):
         print(f"[deploy] {name} is marked as Crashed; run it again to go on", file=sys.stderr)
