@@ -22,6 +22,7 @@ from flows.terminal import (
     load,
     outcome,
     show_extraction,
+    starting,
     stop,
 )
 
@@ -66,8 +67,9 @@ def extract(
     only_failed: OnlyFailed = False,
 ) -> None:
     """Extract the hidden states that the store lacks. Ends with 0 only if everything asked for is there."""
-    extraction = load(preset)
-    from flows.extract import extract as flow  # Prefect takes seconds to import; a bad preset need not wait for it
+    extraction = load(preset)  # Prefect takes seconds to import; a bad preset need not wait for it
+    starting()
+    from flows.extract import extract as flow
 
     show_extraction(flow, extraction, dataset, limit, store, chunk_tokens, force, shuffle_seed, only_failed)
 
@@ -130,6 +132,7 @@ def audit(
         raise stop(ValueError(f"--reference {reference}: choose hf or solo"))
     if samples is not None and reference is None:
         raise stop(ValueError("--samples says how many to recompute; choose how with --reference hf or solo"))
+    starting()
     from flows.audit import audit as flow
 
     _, report = outcome(flow, store, model, reference, samples, html)

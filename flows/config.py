@@ -10,6 +10,7 @@ from flows.explain import explain
 from tasks.extract.config import Engine
 from tasks.layers import Layers
 from tasks.model import Checkpoint, Model
+from tasks.paths import from_home
 from tasks.tokenize.config import Data
 from tasks.verify.config import Audit
 from tasks.vocabulary import DType, Identity, StoredAs
@@ -124,4 +125,9 @@ class Extraction(BaseModel):
 
     def provenance(self) -> dict[str, Any]:
         """What the store keeps of a run: enough to audit it and to run it again."""
-        return self.model_dump(mode="json", include={"model", "layers", "dtype", "data", "chunk_tokens", "engine"})
+        kept = self.model_dump(mode="json", include={"model", "layers", "dtype", "data", "chunk_tokens", "engine"})
+        kept["model"]["path"] = from_home(kept["model"]["path"])
+        for source in (kept["data"], *kept["data"]["sources"]):
+            for place in {"path", "dataset"} & source.keys():
+                source[place] = source[place] and from_home(source[place])
+        return kept

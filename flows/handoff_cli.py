@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from flows.terminal import Force, console, outcome, stop
+from flows.terminal import Force, console, outcome, starting, stop
 
 Depths = Annotated[
     str | None,
@@ -34,6 +34,7 @@ def register(app: typer.Typer) -> None:
         """Write a store as the files of another project's trainer. Ends with 0 only if all of it is there."""
         chosen = _depths(depths)
         _known(to)
+        starting()
         from flows.export import export as flow
 
         _, report = outcome(flow, store, directory, to, chosen, draft_vocab, model, chunk_tokens, force)
@@ -69,6 +70,7 @@ def register(app: typer.Typer) -> None:
         """Audit existing extractions, and commit the good files to a store. Ends with 0 only if all are good."""
         chosen = _depths(depths)
         _known(origin)
+        starting()
         from flows.import_files import import_files as flow
 
         _, report = outcome(flow, directory, store, origin, model, chosen, chunk_tokens, force)

@@ -13,6 +13,7 @@ from tasks.handoff.formats import by_name
 from tasks.handoff.intake import ImportReport, identity_of
 from tasks.handoff.task import open_intake, report_import, take_chunk
 from tasks.model import Model, resolve
+from tasks.paths import from_home
 from tasks.store.task import open_store
 
 Origin = Literal["speculators", "specforge", "model-optimizer"]
@@ -53,7 +54,8 @@ def import_files(
         chunks = list(intake.chunks(intake.plan(files, report), chunk_tokens))
         if chunks:
             intake.require_room(chunks, force)
-            target.write_provenance({"model": {"path": model}, "imported": {"from": origin, "files": len(files)}})
+            imported = {"from": origin, "files": len(files)}
+            target.write_provenance({"model": {"path": from_home(model)}, "imported": imported})
         for number, chunk in enumerate(chunks, 1):
             report.add(take_chunk(intake, chunk, number, len(chunks)))
     report_import(report)

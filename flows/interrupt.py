@@ -1,4 +1,4 @@
-"""An interrupt at the terminal: the run ends in order within seconds, and one sentence says how far it has come."""
+"""A command that is interrupted or told to end: it ends in order, and one sentence says how far it has come."""
 
 import logging
 import multiprocessing
@@ -15,7 +15,6 @@ from tasks.report.log import logger
 
 T = TypeVar("T")
 
-EXIT_CODE = 128 + signal.SIGINT  # as shells report it
 END_SECONDS = 8.0  # for what is under way; then the process ends as it is, which harms nothing that is committed
 CLEAN = "\r\x1b[K\x1b[?25h"
 DRAIN_SECONDS = 3.0  # for what the Prefect server has not been told yet
@@ -30,18 +29,21 @@ def standing(tell: Callable[[], str]) -> None:
 
 
 def interruptible(work: Callable[[], T]) -> T:
-    """Do the work, on the main thread; an interrupt ends it in order, and then the process.
+    """Do the work, on the main thread; an interrupt ends it in order, and then the process; so does SIGTERM.
 
-    A second interrupt ends the process at once.
+    A second signal ends the process at once. While a flow runs, SIGTERM is Prefect's, which ends the flow in order and
+    then sends it again.
     """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return work()  # told to ignore interrupts, as by nohup; or somebody else minds them
-    interrupts = 0
+    signals = 0
 
     def interrupt(number: int, frame: Any) -> None:
-        nonlocal interrupts
-        interrupts += 1
-        if interrupts > 1:
+        global _exit_code
+        nonlocal signals
+        signals += 1
+        _exit_code = 128 + number  # as shells report it
+        if signals > 1:
             _leave()
         for handler in logger.handlers:
             if isinstance(handler, RichHandler):
@@ -51,7 +53,7 @@ def interruptible(work: Callable[[], T]) -> T:
 
     patience = threading.Timer(END_SECONDS, _leave)
     patience.daemon = True
-    signal.signal(signal.SIGINT, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         return work()
     except KeyboardInterrupt:
@@ -60,7 +62,8 @@ def interruptible(work: Callable[[], T]) -> T:
         raise  # not reached
     finally:
         patience.cancel()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _drain() -> None:
@@ -74,6 +77,7 @@ def _drain() -> None:
 
 _leaving = threading.RLock()
 _told = False
+_exit_code = 0
 
 
 def _leave() -> None:
@@ -94,4 +98,4 @@ def _leave() -> None:
         os.write(2, f"{CLEAN if os.isatty(2) else ''}{sentence}\n".encode())
         for child in multiprocessing.active_children():
             child.kill()
-    os._exit(EXIT_CODE)
+    os._exit(_exit_code)

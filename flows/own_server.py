@@ -17,6 +17,7 @@ from prefect.server.api.server import SubprocessASGIServer
 from prefect.settings import get_current_settings
 
 from tasks.processes import Process
+from tasks.report.log import logger
 
 GRACE_SECONDS = 10.0  # for the server to write down what it was told, once its owner is gone
 
@@ -25,6 +26,7 @@ class OwnServer(SubprocessASGIServer):
     """As Prefect's; the first one that is made is the one that all of Prefect in this process asks for."""
 
     def _run_uvicorn_command(self) -> "subprocess.Popen[Any]":
+        logger.info("starting a Prefect server for this command; that takes some seconds")
         settings = get_current_settings().to_environment_variables(exclude_unset=True)
         kept = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
         path = {"PYTHONPATH": os.pathsep.join(p or str(Path.cwd()) for p in sys.path)}

@@ -17,6 +17,7 @@ from flows.terminal import (
     load,
     require_prefect,
     show_extraction,
+    starting,
     stop,
 )
 
@@ -46,6 +47,7 @@ def register(app: typer.Typer) -> None:
         if ray == (deployment is not None):
             raise stop(ValueError("name a deployment whose workers extract the shards with --deployment, or use --ray"))
         extraction = load(preset)
+        starting()
         knobs = (dataset, limit, store, chunk_tokens, force, shuffle_seed, only_failed)
         if deployment is not None:
             from flows.fleet import extract_fleet

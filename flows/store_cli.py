@@ -85,6 +85,7 @@ def register(app: typer.Typer, console: Console) -> None:
         from safetensors.numpy import save_file
 
         from tasks.model import ModelError, read
+        from tasks.paths import follow_umask
         from tasks.store import open as open_store
         from tasks.tokenize.draft_vocabulary import count_tokens, draft_vocabulary
 
@@ -97,6 +98,7 @@ def register(app: typer.Typer, console: Console) -> None:
             console.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
             raise typer.Exit(1) from None
         save_file({"token_freq": counts, "d2t": chosen.d2t, "t2d": chosen.t2d}, out)
+        follow_umask(out)
         console.print(f"{out}: {size} of {vocab_size} tokens cover {chosen.coverage:.2%} of the supervised tokens")
 
     @app.command()

@@ -47,6 +47,11 @@ def load(preset: str) -> "Extraction":
         raise stop(error) from None
 
 
+def starting() -> None:
+    """Say that the command has begun; to be called before Prefect is imported, which takes seconds."""
+    _errors.print("starting Prefect", style="dim")
+
+
 def require_prefect() -> None:
     """End the command where a Prefect server is named and does not answer: runs report to it."""
     from prefect.settings import get_current_settings

@@ -64,7 +64,10 @@ class Layers(BaseModel):
         top = num_layers - 1 if self.convention == "output" else num_layers
         above = [i for i in self.ids if i > top]
         if above:
+            hint = ""
+            if max(above) == num_layers:
+                hint = f"; if ids are counted as vLLM and Hugging Face do, up to {num_layers}, say `convention: input`"
             raise ValueError(
                 f"layers.ids {above} lie above the model: with convention '{self.convention}' and {num_layers} "
-                f"decoder layers the largest id is {top}"
+                f"decoder layers the largest id is {top}{hint}"
             )

@@ -25,6 +25,13 @@ def test_ids_above_the_model_are_refused(convention: str, above: int) -> None:
         layers.check(61)
 
 
+def test_the_id_that_only_the_other_convention_has_is_told() -> None:
+    with pytest.raises(ValueError, match=r"largest id is 60; if ids are counted as vLLM .*say `convention: input`$"):
+        Layers(ids=(2, 61), convention="output").check(61)
+    with pytest.raises(ValueError, match=r"largest id is 61$"):
+        Layers(ids=(2, 62), convention="input").check(61)
+
+
 def test_a_layer_named_twice_is_refused() -> None:
     with pytest.raises(ValueError, match=r"\[7\] more than once"):
         Layers(ids=(7, 3, 7), convention="input").check(61)

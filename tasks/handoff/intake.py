@@ -20,6 +20,7 @@ from tasks.handoff.example import Example
 from tasks.handoff.formats import Format, Found
 from tasks.layers import Layers
 from tasks.model import Checkpoint
+from tasks.paths import from_home
 from tasks.profile import profile_of
 from tasks.store import FinalNorm, SourceRecord, StagedSample, Store
 from tasks.store.maintenance import preflight
@@ -149,7 +150,7 @@ class Intake:
                 if not len(ids_T):
                     raise UnreadableSample("shape", "it has no tokens")
             except UnreadableSample as error:
-                report.refused.append(Refused(str(found.path), error.reason, error.detail))
+                report.refused.append(Refused(from_home(found.path), error.reason, error.detail))
                 continue
             planned.append(Planned(found, self.store.identity.key(ids_T.numpy()), len(ids_T)))
         report.files = len(files)
@@ -241,7 +242,7 @@ class Intake:
                 )
             )
             sources.append(SourceRecord(example.source_id, each.key, mask_T))
-            self._committed[each.key] = str(each.found.path), receipt.digests
+            self._committed[each.key] = from_home(each.found.path), receipt.digests
         self.store.commit(staged)
         self.store.record(sources)
         report.committed += len(staged)
@@ -257,7 +258,7 @@ class Intake:
     def _refuse(
         self, each: Planned, reason: str, detail: str, report: ImportReport, verdict: Verdict | None = None
     ) -> None:
-        file = str(each.found.path)
+        file = from_home(each.found.path)
         report.refused.append(Refused(file, reason, detail))
         if each.key not in self._committed:
             evidence = [receipt.to_evidence() for receipt in verdict.receipts] if verdict else None

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tasks.handoff.errors import HandoffError
 from tasks.handoff.example import Example
 from tasks.handoff.formats import Format, Found, Row, TokensOf, Vocabulary, names
+from tasks.paths import follow_umask
 from tasks.vocabulary import Identity
 
 INDEX = "index.jsonl"
@@ -49,6 +50,7 @@ class SafetensorsFiles(Format):
         tensors = {f"r_{depth}": states_TH for depth, states_TH in zip(depths, example.states_LTH, strict=True)}
         tensors |= {"input_ids": example.input_ids_T, "loss_mask": example.loss_mask_T}
         save_file(tensors, path, {"key": example.key})
+        follow_umask(path)
 
     def load(self, found: Found) -> Example:
         tensors = load_file(found.path)

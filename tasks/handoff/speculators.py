@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from tasks.handoff.errors import HandoffError, UnreadableSample
 from tasks.handoff.example import Example
 from tasks.handoff.formats import Format, Found, Row, TokensOf, Vocabulary
+from tasks.paths import follow_umask
 
 STATES = "hidden_states"
 FREQUENCIES = "token_freq.pt"
@@ -57,6 +58,7 @@ class Speculators(Format):
     def write(self, path: Path, example: Example, depths: Sequence[int]) -> None:
         states_TLH = example.states_LTH.transpose(0, 1).contiguous()
         save_file({"hidden_states": states_TLH, "token_ids": example.input_ids_T.contiguous()}, path)
+        follow_umask(path)
 
     def load(self, found: Found) -> Example:
         try:

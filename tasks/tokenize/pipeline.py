@@ -5,7 +5,7 @@ import time
 from array import array
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -61,6 +61,7 @@ class Outcome:
     how: How = "given"
     tokens_cut: int = 0
     counts: dict[str, int] = field(default_factory=dict)
+    unread: str = ""
     problem: Problem | None = None
 
 
@@ -139,6 +140,8 @@ def _add(report: TokenizeReport, outcome: Outcome) -> None:
     report.methods[outcome.how] = report.methods.get(outcome.how, 0) + len(outcome.samples)
     for name, count in outcome.counts.items():
         report.counts[name] = report.counts.get(name, 0) + count
+    if outcome.unread:
+        report.unread[outcome.unread] = report.unread.get(outcome.unread, 0) + 1
 
 
 class _Seen:
@@ -221,7 +224,11 @@ def process(job: Job, encoder: RowEncoder, batch: Sequence[Row]) -> list[Outcome
     """Turn a batch of rows into samples."""
     columns = [s.columns for s in job.data.all_sources]
     items = [_item(row, columns[row.source]) for row in batch]
-    return [_outcome(job, row, e) for row, e in zip(batch, encoder.encode(items), strict=True)]
+    outcomes = [_outcome(job, row, e) for row, e in zip(batch, encoder.encode(items), strict=True)]
+    return [
+        outcome if isinstance(item, BadRow) else replace(outcome, unread=item.unread)
+        for outcome, item in zip(outcomes, items, strict=True)
+    ]
 
 
 def _item(row: Row, columns: Columns) -> Item | BadRow:

@@ -64,6 +64,8 @@ class TokenizeReport:
     * ``turns_without_end_token``: turns that the template does not end with a control token.
     * ``ends_inside_a_token``: turns whose first characters share a token with their header and are not supervised.
     """
+    unread: dict[str, int] = field(default_factory=dict)
+    """Samples' rows that hold another schema, too, which is not read; by the names of the fields."""
     by_source: list[int] = field(default_factory=list)
     """Rows read from each source."""
     problems: list[Problem] = field(default_factory=list)
@@ -92,6 +94,7 @@ class TokenizeReport:
             found.append(("truncated", f"{longer}, {self.tokens_cut:,} tokens lost"))
         if self.ids_used_twice:
             found.append(("ids used twice", f"{self.ids_used_twice:,}; {self.shared_ids[0]}"))
+        found += [("not read", f"{fields}, in {count:,} input rows") for fields, count in self.unread.items()]
         return found
 
     def require_samples(self, place: str) -> None:

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any, cast
 
@@ -51,6 +51,8 @@ class Conversation:
     id: str
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
+    unread: str = ""
+    """What the row holds of another schema, and is not read; so in the others."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class PlainText:
 
     id: str
     text: str
+    unread: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +75,7 @@ class Tokens:
     """[T]; all true where the row has none"""
     masked: bool = field(default=False)
     """Whether the mask came with the row."""
+    unread: str = ""
 
 
 Item = Conversation | PlainText | Tokens
@@ -88,7 +92,7 @@ def decode(line: bytes) -> Mapping[str, Any]:
     except UnicodeDecodeError as e:
         raise BadRow("json", f"not UTF-8: {e.reason} at byte {e.start}") from None
     except json.JSONDecodeError as e:  # it counts lines too, from this one
-        raise BadRow("json", f"not JSON: {e.msg} at column {e.pos + 1}") from None
+        raise BadRow("json", f"not JSON: {e.msg.removesuffix(' at')} at column {e.pos + 1}") from None
     except (RecursionError, ValueError) as e:
         raise BadRow("json", f"not JSON: {e}") from None
     if not isinstance(row, dict):
@@ -103,15 +107,18 @@ def parse(row: Mapping[str, Any], columns: Columns, default_id: str) -> Item:
         BadRow: the row fits no schema, or a value has the wrong type.
     """
     item_id = _id(row.get(columns.id), default_id)
-    if row.get("input_ids") is not None:
-        return _tokens(item_id, row)
     fields = (columns.messages,) if columns.messages else TURN_FIELDS
-    for name in fields:
-        turns = row.get(name)
-        if turns is not None:
-            return _conversation(item_id, name, _unpacked(turns), _unpacked(row.get(columns.tools)), columns)
-    text = row.get(columns.text)
-    if text is not None:
+    used, *others = [n for n in ("input_ids", *fields, columns.text) if row.get(n) is not None] or [""]
+    if used == columns.messages:
+        others = []  # it was asked for by name
+    unread = f"{' and '.join(f'`{n}`' for n in others)} beside `{used}`" if others else ""
+    if used == "input_ids":
+        return replace(_tokens(item_id, row), unread=unread)
+    if used in fields:
+        found = _conversation(item_id, used, _unpacked(row[used]), _unpacked(row.get(columns.tools)), columns)
+        return replace(found, unread=unread)
+    if used:
+        text = row[used]
         if not isinstance(text, str):
             raise BadRow("type", f"`{columns.text}` must be a string, not {kind(text)}")
         check_text(text, f"`{columns.text}`")
@@ -353,7 +360,7 @@ def example(row: Mapping[str, Any]) -> str:
 
 def unknown_role(role: str) -> str:
     """What is wrong with a role that no format has, and what to do."""
-    near = get_close_matches(role.lower(), ROLES, 1)
+    near = get_close_matches(role.lower(), ROLES, 1, cutoff=0.8)
     guess = f", perhaps {near[0]!r}" if near else ""
     known = ", ".join(ROLES)
     return (

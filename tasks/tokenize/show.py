@@ -107,6 +107,8 @@ def statistics(report: TokenizeReport, num_tokens: npt.NDArray[np.int32]) -> Ren
         line("split", report.split)
     if report.ids_used_twice:
         line("ids used twice", report.ids_used_twice, str(report.shared_ids[0]))
+    for fields, count in report.unread.items():
+        line("not read", count, fields)
     share = report.supervised_tokens / report.tokens if report.tokens else 0.0
     line("tokens", report.tokens, f"{report.tokens_per_second:,.0f} a second")
     line("supervised", f"{share:.1%}", ", ".join(f"{n:,} by {how}" for how, n in report.methods.items()))

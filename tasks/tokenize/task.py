@@ -35,5 +35,7 @@ def tokenize_data(
         logger.warning(str(shared))
     if (more := report.ids_used_twice - LOGGED) > 0:
         logger.warning(f"and {more:,} more ids stand for different contents")
+    for fields, count in report.unread.items():
+        logger.warning(f"not read in {count:,} input rows: {fields}, which counts; leave out whichever should not")
     report.require_samples(data.place)
     return SampleTable(path), report

@@ -114,6 +114,7 @@ def test_a_draft_vocabulary_counts_the_supervised_tokens_of_all_samples(filled: 
     code, output = invoke("vocabulary", filled, out, "--size", 5, "--model", tmp_path)
     assert code == 0
     assert "5 of 12 tokens cover 71.43%" in output  # ids 0 to 4 are in both samples: 10 of 14
+    assert out.stat().st_mode == (tmp_path / "config.json").stat().st_mode
     tables = load_file(out)
     assert tables["token_freq"].tolist() == [2, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0]
     assert tables["d2t"].tolist() == [0, 0, 0, 0, 0]

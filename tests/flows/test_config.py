@@ -70,6 +70,21 @@ def test_code_from_the_model_does_not_run_unless_asked_for() -> None:
     assert Extraction.model_validate(MINIMAL).model.trust_remote_code is False
 
 
+def test_a_store_is_not_told_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/mine")
+    sources = [{"path": "/home/mine/a.jsonl"}, {"dataset": "/home/mine/b"}, {"dataset": "org/c"}, {"path": "/data/d"}]
+    values = MINIMAL | {"model": {"path": "/home/mine/model"}, "data": {"sources": sources}}
+    kept = Extraction.model_validate(values).provenance()
+    assert kept["model"]["path"] == "~/model"
+    assert [source["path"] or source["dataset"] for source in kept["data"]["sources"]] == [
+        "~/a.jsonl",
+        "~/b",
+        "org/c",
+        "/data/d",
+    ]
+    assert "/home/mine" not in str(kept)
+
+
 def test_an_unknown_preset_names_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="presets: kimi-k25, smollm2-cpu"):
         Extraction.load("smollm")

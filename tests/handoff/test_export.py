@@ -1,6 +1,7 @@
 """The writer: which depths, what is skipped and what is not, and what a fault leaves behind."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -130,6 +131,17 @@ def test_exactly_these_files(name: str, made_up: Path, tmp_path: Path, sources: 
         f"{rows} of {rows} rows in {tmp_path / 'e'}, 0 failed",
     )
     assert report.unsupervised == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_others_may_read_the_files_if_the_umask_lets_them(name: str, made_up: Path, tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        run(made_up, name, tmp_path / "e")
+    finally:
+        os.umask(before)
+    files = [path for path in (tmp_path / "e").rglob("*") if path.is_file()]
+    assert {oct(path.stat().st_mode) for path in files} == {"0o100640"}
 
 
 def test_rows_of_equal_content_share_one_file(made_up: Path, tmp_path: Path) -> None:

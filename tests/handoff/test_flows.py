@@ -27,7 +27,8 @@ def invoke(*arguments: Any) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_an_export_in_chunks_and_an_import_of_it(real: Real, tmp_path: Path) -> None:
+def test_an_export_in_chunks_and_an_import_of_it(real: Real, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(real.checkpoint.path.parent))
     state: Any = export(str(real.store), tmp_path / "e", "speculators", chunk_tokens=100, return_state=True)
     report: Any = state.result()
     assert isinstance(report, ExportReport)
@@ -50,6 +51,7 @@ def test_an_export_in_chunks_and_an_import_of_it(real: Real, tmp_path: Path) -> 
     reader = open_store(tmp_path / "s")
     (run,) = reader.runs()
     assert run["imported"] == {"from": "speculators", "files": 6}
+    assert run["model"] == {"path": f"~/{real.checkpoint.path.name}"}
     assert reader.final_norm is not None
 
     again: Any = export(str(real.store), tmp_path / "e", "speculators", return_state=True)

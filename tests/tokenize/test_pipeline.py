@@ -86,6 +86,7 @@ def test_frames_of_zstandard_and_members_of_gzip_are_all_read(run: Run) -> None:
 BAD: list[tuple[Any, str, str]] = [
     (b"{not json", "json", "not JSON: Expecting property name enclosed in double quotes at column 2"),
     (b'{"id": ', "json", "not JSON: Expecting value at column 7"),
+    (b'{"id": "a}', "json", "not JSON: Unterminated string starting at column 8"),
     (b"[1, 2]", "json", "a JSON object is needed, not a list"),
     (b'{"text": "\xff"}', "json", "not UTF-8"),
     ({"id": 1, "prompt": "x"}, "schema", '"prompt": "x"'),
@@ -114,6 +115,11 @@ BAD: list[tuple[Any, str, str]] = [
         {"conversations": [{"from": r, "value": "x"} for r in ("human", "alien", "gpt")]},
         "role",
         "the role 'alien' is in no known format",
+    ),
+    (
+        {"conversations": [{"from": r, "value": "x"} for r in ("human", "wizard", "gpt")]},
+        "role",
+        "the role 'wizard' is in no known format, nor",
     ),
     (chat("x", "y") | {"id": [1]}, "type", "`id` must be a string or an integer, not a list"),
     ({"messages": [{"role": "user", "content": 5}]}, "type", "must be a string, a list of parts or null, not a number"),

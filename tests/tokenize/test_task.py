@@ -78,6 +78,15 @@ def test_an_id_with_two_contents_is_told(run: Any, logged: pytest.LogCaptureFixt
     assert table.nameless == {0}
 
 
+def test_a_row_of_two_schemas_is_told(run: Any, logged: pytest.LogCaptureFixture) -> None:
+    both = '{"input_ids": [1, 2], "text": "a", "messages": []}'
+    table, report = run(both, USABLE, both, '{"input_ids": [], "text": "a"}')
+    assert [ids.tolist() for ids in (table[0].input_ids, table[2].input_ids)] == [[1, 2], [1, 2]]
+    fields = "`messages` and `text` beside `input_ids`"
+    assert logged.messages[1:] == [f"not read in 2 input rows: {fields}, which counts; leave out whichever should not"]
+    assert dict(Summary("s", report).lines())["not read"] == f"{fields}, in 2 input rows"
+
+
 def test_what_truncation_takes_is_in_the_summary(run: Any) -> None:
     _, report = run(USABLE, '{"id": "b", "input_ids": [1, 2, 3, 4, 5]}', EMPTY, max_model_len=3)
     assert dict(Summary("s", report).lines())["truncated"] == "2 samples longer than max_model_len - 1, 4 tokens lost"
