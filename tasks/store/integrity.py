@@ -6,7 +6,7 @@ from typing import Any
 from tasks.store.backend import Backend, Files
 from tasks.store.errors import DamagedSample, ForeignSample
 from tasks.store.final_norm import final_norm_problem
-from tasks.store.layout import RECORD, OtherIdentity, Record, StateSpec, is_group, parse_record, sample_path
+from tasks.store.layout import RECORD, OtherIdentity, Record, StateSpec, is_group, is_shard, parse_record, sample_path
 from tasks.vocabulary import Identity
 
 
@@ -76,11 +76,16 @@ def _check_size(record: Record, path: str, expected: int, found: int | None) -> 
 
 def altered_groups(files: Files) -> Iterator[str]:
     """Paths of the group documents between the store and its samples that are missing or altered."""
-    groups = ["samples", *(f"samples/{name}" for name in files.names("samples") if name != RECORD)]
+    groups = ["samples", *(f"samples/{name}" for name in files.names("samples") if is_shard(name))]
     paths = [f"{group}/{RECORD}" for group in groups]
     for path, document in zip(paths, files.read_all(paths), strict=True):
         if not is_group(document):
             yield path
+
+
+def strangers(files: Files) -> Iterator[str]:
+    """Paths beside the samples that no layertap has made; nothing reads them."""
+    yield from (f"samples/{name}" for name in files.names("samples") if name != RECORD and not is_shard(name))
 
 
 def store_problems(files: Files, attributes: Mapping[str, Any]) -> Iterator[str]:

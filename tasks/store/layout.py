@@ -69,6 +69,7 @@ _BLOCK_BYTES = 1 << 20
 _TABLE_BYTES = 128 * 1024
 CRC_BYTES = 4
 _KEY = re.compile(r"[0-9a-f]{64}")
+_SHARD = re.compile(r"[0-9a-f]{2}")
 
 # Stand-ins for what differs between samples of a store. zarr writes the templates with them.
 _ANY_LENGTH = 910_000_000_001
@@ -78,6 +79,11 @@ _template_lock = threading.Lock()
 
 def is_key(text: str) -> bool:
     return _KEY.fullmatch(text) is not None
+
+
+def is_shard(name: str) -> bool:
+    """Whether it is the name of a group in ``samples``: what keys begin with."""
+    return _SHARD.fullmatch(name) is not None
 
 
 def check_key(key: str) -> str:

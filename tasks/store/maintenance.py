@@ -12,7 +12,7 @@ from tasks.store import layout
 from tasks.store.backend import Expected, open_backend
 from tasks.store.errors import DamagedSample, ForeignSample, NoSpace
 from tasks.store.final_norm import final_norm_problem
-from tasks.store.integrity import altered_groups, checked_files, load_record
+from tasks.store.integrity import altered_groups, checked_files, load_record, strangers
 from tasks.store.layout import PRIVATE, RECORD, Record, StateSpec, sample_path
 from tasks.store.manifest import Entry, Manifest, keys_present
 from tasks.store.rebuild import Progress, Rebuilt, each
@@ -151,6 +151,8 @@ class Verification:
     """Whole samples that the manifest does not list, so that no reader sees them; `layertap repair` lists them."""
     leftovers: list[str] = field(default_factory=list)
     """Keys with files but no completion record; `layertap gc` removes them."""
+    strangers: list[str] = field(default_factory=list)
+    """Paths beside the samples that are no part of the store."""
     store_problems: list[str] = field(default_factory=list)
     """Damage outside of samples; `layertap repair` mends it."""
     other_problems: list[str] = field(default_factory=list)
@@ -175,6 +177,8 @@ class Verification:
             yield f"`layertap repair {url}` rebuilds the manifest and what lies between it and the samples"
         if self.leftovers:
             yield f"`layertap gc {url}` removes the unfinished samples; no reader sees them"
+        if self.strangers:
+            yield f"no part of the store, and never read: {', '.join(self.strangers)}; remove or move it"
 
 
 def verify(
@@ -205,7 +209,7 @@ def verify(
     manifest = Manifest(backend)
     listed = manifest.entries
     altered = (f"{path} is missing or altered" for path in altered_groups(backend))
-    found = Verification(store_problems=[*manifest.problems, *altered])
+    found = Verification(store_problems=[*manifest.problems, *altered], strangers=list(strangers(backend)))
     if (problem := final_norm_problem(backend, describe(backend))) is not None:
         found.other_problems.append(problem)
     keys = list(dict.fromkeys([*listed, *keys_present(backend)]))
@@ -302,12 +306,10 @@ def repair(url: str | os.PathLike[str], *, workers: int = 8, progress: Progress 
     with Store.open(url, identity, run="repair") as store:
         backend = store.backend
         done = store.rebuilt or store.rebuild_manifest(workers=workers, progress=progress)
-        groups = 0
-        for group in ["samples", *sorted({f"samples/{key[:2]}" for key in keys_present(backend)})]:
-            if not layout.is_group(next(backend.read_all([f"{group}/{RECORD}"]))):
-                backend.put(f"{group}/{RECORD}", layout.group_document())
-                groups += 1
-    return Repair(done.samples, done.added, done.dropped, done.damaged, groups)
+        groups = list(altered_groups(backend))
+        if groups:
+            backend.put_all(dict.fromkeys(groups, layout.group_document()))
+    return Repair(done.samples, done.added, done.dropped, done.damaged, len(groups))
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from tasks.store.backend import Backend, Files
 from tasks.store.errors import DamagedStore
-from tasks.store.layout import PRIVATE, RECORD, Record, is_key
+from tasks.store.layout import PRIVATE, Record, is_key, is_shard
 
 MANIFEST = f"{PRIVATE}/manifest"
 _FIRST = "00000000-created.jsonl"
@@ -198,7 +198,7 @@ class Manifest:
 def keys_present(files: Files) -> Iterator[str]:
     """Keys that have a directory, committed or not."""
     for shard in files.names("samples"):
-        if shard != RECORD:
+        if is_shard(shard):
             yield from filter(is_key, files.names(f"samples/{shard}"))
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import tasks.store
 from tasks.store import DamagedSample, DamagedStore, Reader, Store
 from tasks.store.layout import sample_path
-from tasks.store.maintenance import gc, stats, verify
+from tasks.store.maintenance import gc, repair, stats, verify
 from tests.store.samples import fill, identity, make
 
 LENGTHS = (1, 5, 514)
@@ -162,3 +162,27 @@ def test_a_root_that_was_replaced_sets_no_sample_aside(tmp_path: Path, changes: 
     assert "Nothing is set aside" in problem
     edit_root(tmp_path, identity=asdict(identity()), identity_digest=identity().digest)
     assert verify(tmp_path).ok
+
+
+def test_repair_mends_every_group_that_verify_names(url: str) -> None:
+    """A run that died may leave a shard without its document, and without samples, too."""
+    with Store.open(url, identity()) as store:
+        fill(store, [make(identity(), 5)])
+        (shard,) = (name for name in store.backend.names("samples") if name != "zarr.json")
+        store.backend.put_all({f"samples/{name}/zarr.json": b"{}" for name in (shard, "00")})
+        store.backend.remove("samples/zarr.json")
+    assert len(verify(url).store_problems) == 3
+    assert repair(url).groups == 3
+    assert verify(url).ok
+
+
+def test_what_is_no_part_of_the_store_is_told_as_that(tmp_path: Path) -> None:
+    with Store.open(tmp_path, identity()) as store:
+        fill(store, [make(identity(), 5)])
+    (tmp_path / "samples/zz").mkdir()
+    (tmp_path / "samples/.DS_Store").touch()
+    found = verify(tmp_path)
+    assert (found.ok, found.strangers) == (True, ["samples/.DS_Store", "samples/zz"])
+    assert list(found.remedies("here")) == [
+        "no part of the store, and never read: samples/.DS_Store, samples/zz; remove or move it"
+    ]
