@@ -12,6 +12,7 @@ A share that another process takes over shuts its last holder out, so a key has 
 given up for dead comes back.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -335,11 +336,16 @@ class Store:
         A commit that another thread has begun ends first; a later one is refused.
         """
         with self._lock:
-            self._closed = True
+            closed, self._closed = self._closed, True
             try:
                 if self._staging is not None:
                     self.backend.drop_staging(self._staging)
                     self._staging = None
+                if not closed:
+                    # All is recorded by now; where no note can be made, that of the run before stays true.
+                    with contextlib.suppress(StoreError, OSError):
+                        self._lease.check()
+                        self.manifest.note()
             finally:
                 self._lease.release()
 
