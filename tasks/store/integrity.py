@@ -7,6 +7,7 @@ from tasks.store.backend import Backend, Files
 from tasks.store.errors import DamagedSample, ForeignSample
 from tasks.store.final_norm import final_norm_problem
 from tasks.store.layout import RECORD, OtherIdentity, Record, StateSpec, is_group, is_shard, parse_record, sample_path
+from tasks.store.root import root_problem
 from tasks.vocabulary import Identity
 
 
@@ -15,6 +16,7 @@ def load_record(files: Files, key: str, identity: Identity) -> Record:
 
     Raises:
         FileNotFoundError: the sample is not committed.
+        ForeignSample: the record is whole, and of another extraction.
         DamagedSample: the record is not what was committed.
     """
     document = files.read(f"{sample_path(key)}/{RECORD}")
@@ -25,7 +27,7 @@ def load_record(files: Files, key: str, identity: Identity) -> Record:
     except ValueError as error:
         raise DamagedSample(key, str(error)) from error
     if record.key != key:
-        raise DamagedSample(key, "its zarr.json belongs to another sample or store")
+        raise DamagedSample(key, "its zarr.json belongs to another sample")
     return record
 
 
@@ -96,5 +98,4 @@ def store_problems(files: Files, attributes: Mapping[str, Any]) -> Iterator[str]
         attributes: of its root group.
     """
     yield from (f"{path} is missing or altered" for path in altered_groups(files))
-    if (problem := final_norm_problem(files, attributes)) is not None:
-        yield problem
+    yield from filter(None, (root_problem(files, attributes), final_norm_problem(files, attributes)))

@@ -11,7 +11,7 @@
         loss_mask/{zarr.json, c.0}           [T] int8, 1 where a trainer supervises the token
         scales/{zarr.json, c.0.0}            [L, T] float32, with fp8 only
         quantization_error/{zarr.json, c.0.0}  [L, 2] float32, with fp8 only
-    STORE/.layertap/                         private: manifest, staging, quarantine, runs, links
+    STORE/.layertap/                         private: manifest, copy of the root, staging, quarantine, ...
 
 L captured depths (ascending), T tokens of the sample, H hidden size. All is Zarr v3 and opens in any reader of it.
 
@@ -413,7 +413,7 @@ def parse_record(document: bytes, spec: StateSpec, identity: str | None = None) 
     """
     attributes = record_attributes(document)
     if identity is not None and attributes["identity"] != identity:
-        raise OtherIdentity("its zarr.json belongs to another sample or store")
+        raise OtherIdentity("it is of another extraction than the store's zarr.json says")
     listed = attributes["objects"]
     paths = spec.files(attributes["num_tokens"])[:-1]
     if set(listed) != set(paths):
