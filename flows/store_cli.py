@@ -40,10 +40,13 @@ def register(app: typer.Typer, console: Console) -> None:
             )
         for key, problem in found.damaged.items():
             console.print(f"damaged {key}: {problem}", highlight=False, soft_wrap=True)
+        for key in found.foreign:
+            console.print(f"of another extraction {key}", highlight=False, soft_wrap=True)
         for problem in [*found.store_problems, *found.other_problems]:
             console.print(f"store: {problem}", highlight=False, soft_wrap=True)
         console.print(
             f"{found.samples} samples checked, {found.nbytes / 1e6:,.1f} MB read, {len(found.damaged)} damaged, "
+            f"{len(found.foreign)} of another extraction, "
             f"{len(found.unrecorded)} not in the manifest, {len(found.leftovers)} unfinished"
         )
         for remedy in found.remedies(store):
@@ -53,12 +56,16 @@ def register(app: typer.Typer, console: Console) -> None:
 
     @app.command()
     def repair(store: StoreArgument) -> None:
-        """Rebuild the manifest from the samples themselves."""
+        """Put the root group back from its copy, and rebuild the manifest from the samples themselves."""
         from tasks.store import maintenance
 
         done = maintenance.repair(store)
         for key, problem in done.damaged.items():
             console.print(f"damaged {key}: {problem}", highlight=False, soft_wrap=True)
+        for key in done.foreign:
+            console.print(f"of another extraction {key}: not listed", highlight=False, soft_wrap=True)
+        if done.root:
+            console.print(f"put {store}/zarr.json back from its copy", highlight=False, soft_wrap=True)
         console.print(
             f"{done.samples} samples listed ({done.added} added, {done.dropped} dropped), {done.groups} groups mended"
         )

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from tasks.store.backend import open_files
 from tasks.store.dataset import SampleDataset
 from tasks.store.final_norm import FinalNorm
-from tasks.store.store import stored_identity
+from tasks.store.root import stored_identity
 
 
 class EagleItem(TypedDict):

@@ -32,21 +32,25 @@ class SampleNotFound(StoreError, KeyError):
 class DamagedSample(StoreError):
     """A committed sample whose files are not what was committed: one is missing, short or altered."""
 
+    _says = (
+        "is damaged: {problem}. `layertap verify --set-aside` takes damaged samples out of the store, and the next run "
+        "extracts them again"
+    )
+
     def __init__(self, key: str, problem: str | None = None) -> None:
         """Take a key and what is wrong; or a whole message, as a DataLoader raises a worker's error again."""
         if problem is None:
             super().__init__(key)
             return
-        super().__init__(
-            f"sample {key} is damaged: {problem}. `layertap verify --set-aside` takes damaged samples out of the "
-            "store, and the next run extracts them again"
-        )
+        super().__init__(f"sample {key} {self._says.format(problem=problem)}")
         self.key = key
         self.problem = problem
 
 
 class ForeignSample(DamagedSample):
-    """A sample whose completion record names another identity than the store's root group."""
+    """A sample whose completion record is whole, but names another identity than the store's root group."""
+
+    _says = "is not damaged, but {problem}. `layertap verify` tells how many are, and how to keep them"
 
 
 class DamagedStore(StoreError):

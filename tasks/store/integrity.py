@@ -6,7 +6,8 @@ from typing import Any
 from tasks.store.backend import Backend, Files
 from tasks.store.errors import DamagedSample, ForeignSample
 from tasks.store.final_norm import final_norm_problem
-from tasks.store.layout import RECORD, OtherIdentity, Record, StateSpec, is_group, parse_record, sample_path
+from tasks.store.layout import RECORD, OtherIdentity, Record, StateSpec, is_group, is_shard, parse_record, sample_path
+from tasks.store.root import root_problem
 from tasks.vocabulary import Identity
 
 
@@ -15,6 +16,7 @@ def load_record(files: Files, key: str, identity: Identity) -> Record:
 
     Raises:
         FileNotFoundError: the sample is not committed.
+        ForeignSample: the record is whole, and of another extraction.
         DamagedSample: the record is not what was committed.
     """
     document = files.read(f"{sample_path(key)}/{RECORD}")
@@ -25,7 +27,7 @@ def load_record(files: Files, key: str, identity: Identity) -> Record:
     except ValueError as error:
         raise DamagedSample(key, str(error)) from error
     if record.key != key:
-        raise DamagedSample(key, "its zarr.json belongs to another sample or store")
+        raise DamagedSample(key, "its zarr.json belongs to another sample")
     return record
 
 
@@ -76,11 +78,16 @@ def _check_size(record: Record, path: str, expected: int, found: int | None) -> 
 
 def altered_groups(files: Files) -> Iterator[str]:
     """Paths of the group documents between the store and its samples that are missing or altered."""
-    groups = ["samples", *(f"samples/{name}" for name in files.names("samples") if name != RECORD)]
+    groups = ["samples", *(f"samples/{name}" for name in files.names("samples") if is_shard(name))]
     paths = [f"{group}/{RECORD}" for group in groups]
     for path, document in zip(paths, files.read_all(paths), strict=True):
         if not is_group(document):
             yield path
+
+
+def strangers(files: Files) -> Iterator[str]:
+    """Paths beside the samples that no layertap has made; nothing reads them."""
+    yield from (f"samples/{name}" for name in files.names("samples") if name != RECORD and not is_shard(name))
 
 
 def store_problems(files: Files, attributes: Mapping[str, Any]) -> Iterator[str]:
@@ -91,5 +98,4 @@ def store_problems(files: Files, attributes: Mapping[str, Any]) -> Iterator[str]
         attributes: of its root group.
     """
     yield from (f"{path} is missing or altered" for path in altered_groups(files))
-    if (problem := final_norm_problem(files, attributes)) is not None:
-        yield problem
+    yield from filter(None, (root_problem(files, attributes), final_norm_problem(files, attributes)))

@@ -11,7 +11,7 @@
         loss_mask/{zarr.json, c.0}           [T] int8, 1 where a trainer supervises the token
         scales/{zarr.json, c.0.0}            [L, T] float32, with fp8 only
         quantization_error/{zarr.json, c.0.0}  [L, 2] float32, with fp8 only
-    STORE/.layertap/                         private: manifest, staging, quarantine, runs, links
+    STORE/.layertap/                         private: manifest, copy of the root, staging, quarantine, ...
 
 L captured depths (ascending), T tokens of the sample, H hidden size. All is Zarr v3 and opens in any reader of it.
 
@@ -69,6 +69,7 @@ _BLOCK_BYTES = 1 << 20
 _TABLE_BYTES = 128 * 1024
 CRC_BYTES = 4
 _KEY = re.compile(r"[0-9a-f]{64}")
+_SHARD = re.compile(r"[0-9a-f]{2}")
 
 # Stand-ins for what differs between samples of a store. zarr writes the templates with them.
 _ANY_LENGTH = 910_000_000_001
@@ -78,6 +79,11 @@ _template_lock = threading.Lock()
 
 def is_key(text: str) -> bool:
     return _KEY.fullmatch(text) is not None
+
+
+def is_shard(name: str) -> bool:
+    """Whether it is the name of a group in ``samples``: what keys begin with."""
+    return _SHARD.fullmatch(name) is not None
 
 
 def check_key(key: str) -> str:
@@ -407,7 +413,7 @@ def parse_record(document: bytes, spec: StateSpec, identity: str | None = None) 
     """
     attributes = record_attributes(document)
     if identity is not None and attributes["identity"] != identity:
-        raise OtherIdentity("its zarr.json belongs to another sample or store")
+        raise OtherIdentity("it is of another extraction than the store's zarr.json says")
     listed = attributes["objects"]
     paths = spec.files(attributes["num_tokens"])[:-1]
     if set(listed) != set(paths):

@@ -12,11 +12,12 @@ from tasks.store import layout
 from tasks.store.backend import Expected, open_backend
 from tasks.store.errors import DamagedSample, ForeignSample, NoSpace
 from tasks.store.final_norm import final_norm_problem
-from tasks.store.integrity import altered_groups, checked_files, load_record
+from tasks.store.integrity import altered_groups, checked_files, load_record, strangers
 from tasks.store.layout import PRIVATE, RECORD, Record, StateSpec, sample_path
 from tasks.store.manifest import Entry, Manifest, keys_present
 from tasks.store.rebuild import Progress, Rebuilt, each
-from tasks.store.store import QUARANTINE, Store, describe, stored_identity
+from tasks.store.root import describe, restore_root, root_problem, stored_identity
+from tasks.store.store import QUARANTINE, Store
 
 # Bytes as computed / bytes stored that a plan may count on; real states do a little better.
 EXPECTED_RATIO = {"bfloat16": 1.4, "float32": 1.1, "float8_e4m3": 2.0}
@@ -146,11 +147,15 @@ class Verification:
     """Read in this call."""
     damaged: dict[str, str] = field(default_factory=dict)
     """Key -> what is wrong."""
+    foreign: list[str] = field(default_factory=list)
+    """Whole by their records, but of another extraction than the store; never set aside."""
     set_aside: list[str] = field(default_factory=list)
     unrecorded: list[str] = field(default_factory=list)
     """Whole samples that the manifest does not list, so that no reader sees them; `layertap repair` lists them."""
     leftovers: list[str] = field(default_factory=list)
     """Keys with files but no completion record; `layertap gc` removes them."""
+    strangers: list[str] = field(default_factory=list)
+    """Paths beside the samples that are no part of the store."""
     store_problems: list[str] = field(default_factory=list)
     """Damage outside of samples; `layertap repair` mends it."""
     other_problems: list[str] = field(default_factory=list)
@@ -158,7 +163,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        return not (self.damaged or self.unrecorded or self.store_problems or self.other_problems)
+        return not (self.damaged or self.foreign or self.unrecorded or self.store_problems or self.other_problems)
 
     def remedies(self, url: str) -> Iterator[str]:
         """What to do about it, a sentence for each kind of damage that a command mends."""
@@ -171,10 +176,19 @@ class Verification:
                 f"take the damaged samples out with `layertap verify {url} --set-aside` and extract again: the run "
                 "extracts them anew, and nothing else"
             )
+        if self.foreign:
+            yield (
+                f"{len(self.foreign)} samples are of another extraction than {url}/zarr.json says; they are not "
+                "damaged, and nothing here reads them. Move their directories, samples/<first two digits>/<key>, into "
+                "an empty directory, and extract to that with the settings that they were made with: that run takes "
+                f"them up. Then `layertap repair {url}`"
+            )
         if self.unrecorded or self.store_problems:
             yield f"`layertap repair {url}` rebuilds the manifest and what lies between it and the samples"
         if self.leftovers:
             yield f"`layertap gc {url}` removes the unfinished samples; no reader sees them"
+        if self.strangers:
+            yield f"no part of the store, and never read: {', '.join(self.strangers)}; remove or move it"
 
 
 def verify(
@@ -197,7 +211,7 @@ def verify(
 
     Raises:
         NotAStore: there is none.
-        DamagedStore: the root group was altered; nothing is set aside then.
+        DamagedStore: the root group is missing or altered; nothing is set aside then.
         StoreBusy: a run is writing, and ``set_aside`` was asked for.
     """
     backend = open_backend(url)
@@ -205,9 +219,10 @@ def verify(
     manifest = Manifest(backend)
     listed = manifest.entries
     altered = (f"{path} is missing or altered" for path in altered_groups(backend))
-    found = Verification(store_problems=[*manifest.problems, *altered])
-    if (problem := final_norm_problem(backend, describe(backend))) is not None:
-        found.other_problems.append(problem)
+    found = Verification(store_problems=[*manifest.problems, *altered], strangers=list(strangers(backend)))
+    attributes = describe(backend)
+    altered_root = root_problem(backend, attributes)
+    found.other_problems += filter(None, (altered_root, final_norm_problem(backend, attributes)))
     keys = list(dict.fromkeys([*listed, *keys_present(backend)]))
     passed = set(resume.read_text().split()) if resume and resume.exists() else set()
 
@@ -245,7 +260,9 @@ def verify(
         found.samples = len(keys) - len(remaining)
         for key, outcome in each(check, remaining, workers):
             found.samples += isinstance(outcome, Record | str)
-            if isinstance(outcome, str):
+            if key in foreign:
+                found.foreign.append(key)
+            elif isinstance(outcome, str):
                 found.damaged[key] = outcome
             elif outcome is None:
                 if backend.sizes(sample_path(key)):
@@ -263,12 +280,12 @@ def verify(
     if found.unrecorded:  # a run may have listed them since
         since = Manifest(backend).entries
         found.unrecorded = [key for key in found.unrecorded if key not in since]
-    if foreign and found.samples == len(found.damaged):
+    if foreign and found.samples == len(found.foreign) + len(found.damaged):
         # Then it is not the samples that are wrong.
-        found.damaged = {key: problem for key, problem in found.damaged.items() if key not in foreign}
+        found.foreign = []
         found.other_problems.append(
             f"all {len(foreign)} samples are of another identity than {backend.url}/zarr.json says: that file was "
-            "altered or replaced; put back what it was. Nothing is set aside"
+            f"altered or replaced{'' if altered_root else '; put back what it was'}. Nothing is set aside"
         )
     elif set_aside and found.damaged:
         with Store.open(url, identity, run="verify") as store:
@@ -287,27 +304,29 @@ class Repair(Rebuilt):
 
     groups: int
     """Group documents written again."""
+    root: bool
+    """Whether the root's was put back from its copy."""
 
 
 def repair(url: str | os.PathLike[str], *, workers: int = 8, progress: Progress | None = None) -> Repair:
-    """Rebuild the manifest from the samples' completion records, and missing group documents.
+    """Put the root back from its copy, rebuild the manifest from the samples' records, and missing group documents.
 
     Source ids that earlier runs added to samples which were already there are kept where the manifest still has them;
     a rerun of the extraction records the others again.
 
     Raises:
         StoreBusy: a run is writing to the store.
+        DamagedStore: the root is not that of the samples, and there is no copy of theirs.
     """
+    root = restore_root(open_backend(url))
     identity = stored_identity(open_backend(url))
     with Store.open(url, identity, run="repair") as store:
         backend = store.backend
         done = store.rebuilt or store.rebuild_manifest(workers=workers, progress=progress)
-        groups = 0
-        for group in ["samples", *sorted({f"samples/{key[:2]}" for key in keys_present(backend)})]:
-            if not layout.is_group(next(backend.read_all([f"{group}/{RECORD}"]))):
-                backend.put(f"{group}/{RECORD}", layout.group_document())
-                groups += 1
-    return Repair(done.samples, done.added, done.dropped, done.damaged, groups)
+        groups = list(altered_groups(backend))
+        if groups:
+            backend.put_all(dict.fromkeys(groups, layout.group_document()))
+    return Repair(**vars(done), groups=len(groups), root=root)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,9 @@ A segment appears whole or not at all, and the first one, without samples, is th
 that dies leaves samples that are not listed yet, but never a torn line, a gap in the segments' numbers, or samples
 beside no segment: those are damage, and what is read then is not taken for the whole. A line marked ``whole`` says all
 there is; it makes earlier ones void, so that those may go.
+
+That the last segments are all there cannot be told by their numbers. So a run that ends notes, in a file of its own,
+which segments there are by then; until it does, they were either noted before or are those of a run that died.
 """
 
 import json
@@ -23,9 +26,11 @@ import numpy.typing as npt
 
 from tasks.store.backend import Backend, Files
 from tasks.store.errors import DamagedStore
-from tasks.store.layout import PRIVATE, RECORD, Record, is_key
+from tasks.store.layout import PRIVATE, Record, is_key, is_shard
 
 MANIFEST = f"{PRIVATE}/manifest"
+NOTED = f"{PRIVATE}/manifest.json"
+"""Names of the segments with samples that there were when a run ended."""
 _FIRST = "00000000-created.jsonl"
 _SEGMENT = re.compile(r"(\d+)-.*\.jsonl")
 _SEGMENTS_BEFORE_MERGE = 256
@@ -142,6 +147,7 @@ class Manifest:
         self.problems: list[str] = []
         """What is torn, altered or lost; what the other lines say is kept."""
         self.segments: list[str] = []
+        self.noted: list[str] = []
         self.load()
 
     def load(self) -> None:
@@ -158,15 +164,17 @@ class Manifest:
                 return
 
     def _load(self) -> None:
+        # Before the listing, so that a segment noted meanwhile is not missed in it.
+        (note,) = self._files.read_all([NOTED])
         self.segments = [name for name in self._files.names(MANIFEST) if _SEGMENT.fullmatch(name)]
         self.entries, self.sources, self.problems = {}, {}, []
         contents = self._files.read_all([f"{MANIFEST}/{name}" for name in self.segments])
-        last: int | None = None
+        last, whole = 0, ""
         for name, content in zip(self.segments, contents, strict=True):
             if content is None:
                 raise FileNotFoundError(name)
             number = _number(name)
-            if last is not None and number > last + 1:
+            if number > last + 1:
                 self.problems.append(f"manifest segments between number {last} and {number} are missing")
             last = number
             lines = list(filter(None, content.split(b"\n")))
@@ -179,10 +187,20 @@ class Manifest:
                     self.problems.append(f"a line of manifest segment {name} is torn or altered")
                     continue
                 if batch.whole:
-                    self.entries, self.sources, self.problems = {}, {}, []
+                    self.entries, self.sources, self.problems, whole = {}, {}, [], name
                 self.entries.update(batch.entries)
                 self.sources.update(batch.sources)
-        if not self.segments and next(keys_present(self._files), None) is not None:
+        try:
+            self.noted = [] if note is None else _names_in(note)
+        except ValueError:
+            self.noted = []
+            self.problems.append(f"{NOTED}, which names the manifest's segments, is altered")
+        lost = sorted(name for name in set(self.noted).difference(self.segments) if name > whole)
+        if self.problems:
+            return
+        if lost:
+            self.problems.append(f"manifest segments that a finished run wrote are missing: {', '.join(lost)}")
+        elif not self.segments and next(keys_present(self._files), None) is not None:
             self.problems.append("there are samples, but no manifest")
 
     def require_whole(self) -> "Manifest":
@@ -198,8 +216,16 @@ class Manifest:
 def keys_present(files: Files) -> Iterator[str]:
     """Keys that have a directory, committed or not."""
     for shard in files.names("samples"):
-        if shard != RECORD:
+        if is_shard(shard):
             yield from filter(is_key, files.names(f"samples/{shard}"))
+
+
+def _names_in(note: bytes) -> list[str]:
+    """Names of segments in a note; ValueError where it is none."""
+    names = json.loads(note)
+    if not (isinstance(names, list) and all(isinstance(name, str) and _SEGMENT.fullmatch(name) for name in names)):
+        raise ValueError("not a list of segments")
+    return names
 
 
 def _number(segment: str) -> int:
@@ -220,7 +246,8 @@ class ManifestWriter(Manifest):
         super().__init__(backend)
         self._backend = backend
         self._run = run
-        self._next = 1 + max(map(_number, self.segments), default=0)
+        # Beyond those that were lost, too: in the place of one of them, a segment would hide that.
+        self._next = 1 + max(map(_number, [*self.segments, *self.noted]), default=0)
         if alone and len(self.segments) >= _SEGMENTS_BEFORE_MERGE and not self.problems:
             self.rewrite()
 
@@ -239,6 +266,16 @@ class ManifestWriter(Manifest):
         self.segments.append(name)
         self.entries.update(batch.entries)
         self.sources.update(batch.sources)
+
+    def note(self) -> None:
+        """Note which segments there are; to be called when the run ends."""
+        if self.problems:  # a note of what is left would hide the loss
+            return
+        present = {*filter(_SEGMENT.fullmatch, self._backend.names(MANIFEST)), *self.segments}
+        names = sorted(present - {_FIRST})  # which lists nothing
+        if names != self.noted:
+            self._backend.put(NOTED, json.dumps(names).encode())
+            self.noted = names
 
     def rewrite(self) -> None:
         """Replace all segments by one that says what is in memory."""

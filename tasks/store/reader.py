@@ -26,7 +26,8 @@ from tasks.store.fp8 import dequantize
 from tasks.store.integrity import checked_files, load_record, store_problems
 from tasks.store.layout import Record, StateSpec
 from tasks.store.manifest import Manifest, Source, from_spans
-from tasks.store.store import QUARANTINE, RUNS, describe, stored_identity
+from tasks.store.root import describe, stored_identity
+from tasks.store.store import QUARANTINE, RUNS
 from tasks.vocabulary import Identity
 
 if TYPE_CHECKING:

@@ -1,11 +1,11 @@
 """The manifest, rebuilt from what the samples themselves say."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from tasks.store.backend import Backend
-from tasks.store.errors import DamagedSample
+from tasks.store.errors import DamagedSample, DamagedStore, ForeignSample
 from tasks.store.integrity import probe
 from tasks.store.layout import Record
 from tasks.store.manifest import Entry, ManifestWriter, Source, keys_present
@@ -27,6 +27,8 @@ class Rebuilt:
     """Listed before, but not whole in the store."""
     damaged: Mapping[str, str]
     """Key -> what is wrong."""
+    foreign: Sequence[str]
+    """Keys of samples of another extraction; they stay where they are, and are not listed."""
 
 
 def rebuild(
@@ -40,11 +42,15 @@ def rebuild(
     """Let a manifest list the samples that are whole, by their completion records and their files' sizes.
 
     Source ids that are recorded in the manifest alone are kept where it still has them. Nobody else may write.
+
+    Raises:
+        DamagedStore: no sample is of this identity, so it is not the samples that are wrong; nothing is changed.
     """
     before = set(manifest.entries)
     entries: dict[str, Entry] = {}
     sources: dict[str, Source] = {}
     damaged: dict[str, str] = {}
+    foreign: set[str] = set()
 
     def check(key: str) -> Record | str | None:
         try:
@@ -52,6 +58,8 @@ def rebuild(
         except FileNotFoundError:
             return None
         except DamagedSample as error:
+            if isinstance(error, ForeignSample):
+                foreign.add(key)
             return error.problem
 
     # In the manifest's order where it has one, so that positions stay what they were.
@@ -61,17 +69,22 @@ def rebuild(
     for number, (key, outcome) in enumerate(each(check, keys, workers), 1):
         if isinstance(outcome, Record):
             records[key] = outcome
-        elif outcome is not None:
+        elif outcome is not None and key not in foreign:
             damaged[key] = outcome
         if progress:
             progress(number, len(keys), 0)
+    if foreign and not records:
+        raise DamagedStore(
+            f"the samples of {backend.url} are of another extraction than its zarr.json says, which was altered or "
+            "replaced: put back what it was; nothing was changed"
+        )
     for key in filter(records.__contains__, keys):
         entries[key] = Entry.of(records[key])
         sources |= {source: Source(key, spans) for source, spans in records[key].sources.items()}
     sources |= {name: source for name, source in manifest.sources.items() if source.key in entries}
     manifest.entries, manifest.sources = entries, sources
     manifest.rewrite()
-    return Rebuilt(len(entries), len(entries.keys() - before), len(before - entries.keys()), damaged)
+    return Rebuilt(len(entries), len(entries.keys() - before), len(before - entries.keys()), damaged, sorted(foreign))
 
 
 def each(

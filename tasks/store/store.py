@@ -12,6 +12,7 @@ A share that another process takes over shuts its last holder out, so a key has 
 given up for dead comes back.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -21,17 +22,15 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import TypeAdapter
 
 from tasks.store import layout
-from tasks.store.backend import Backend, Files, Publication, Share, open_backend
+from tasks.store.backend import Backend, Publication, Share, open_backend
 from tasks.store.errors import (
     DamagedSample,
     DamagedStore,
@@ -44,17 +43,16 @@ from tasks.store.errors import (
 from tasks.store.final_norm import WEIGHT, FinalNorm, final_norm_problem, load_final_norm, weight_documents
 from tasks.store.integrity import probe
 from tasks.store.layout import PRIVATE, RECORD, StateSpec, sample_path
-from tasks.store.manifest import Batch, Entry, ManifestWriter, Source, Spans, keys_present, to_spans
+from tasks.store.manifest import Batch, Entry, ManifestWriter, Source, Spans, to_spans
 from tasks.store.provenance import environment, without_secrets
 from tasks.store.rebuild import Progress, Rebuilt, rebuild
+from tasks.store.root import COPY, FORMAT, describe, keep_root, recorded, refuse_mixture, stored_identity
 from tasks.store.stage import write_file
 from tasks.vocabulary import Identity, Objects
 
-FORMAT = "layertap"
 QUARANTINE = f"{PRIVATE}/quarantine"
 FAILED = f"{PRIVATE}/failed"
 RUNS = f"{PRIVATE}/runs"
-_FEW = 8
 _SAFE_RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -96,71 +94,6 @@ class Quarantined:
     evidence: Any = None
     run: str = ""
     time: str = ""
-
-
-def describe(backend: Files) -> dict[str, Any]:
-    """Attributes of a store's root group.
-
-    Raises:
-        NotAStore: no store there, or one of a newer layout.
-        StorageFailure: the place cannot be read.
-    """
-    try:
-        with storage_failures(backend.url, "read"):
-            attributes = json.loads(backend.read(RECORD))["attributes"]
-    except FileNotFoundError:
-        raise NotAStore(f"there is no store at {backend.url}") from None
-    except NotADirectoryError:
-        raise NotAStore(f"{backend.url} is a file or below one; a store is a directory: name that") from None
-    except (ValueError, KeyError, TypeError):
-        raise NotAStore(f"{backend.url}/zarr.json is not the root of a layertap store") from None
-    if not isinstance(attributes, dict) or attributes.get("format") != FORMAT:
-        raise NotAStore(f"{backend.url} is a Zarr group, but not a layertap store")
-    if attributes.get("layout") != layout.LAYOUT:
-        raise NotAStore(
-            f"{backend.url} has layout {attributes.get('layout')}, this version reads {layout.LAYOUT}: use a newer "
-            "layertap"
-        )
-    return dict(attributes)
-
-
-def stored_identity(backend: Files) -> Identity:
-    """Identity of the extraction that a store holds.
-
-    Raises:
-        NotAStore: no store there, or one of a newer layout.
-        DamagedStore: its root group was altered.
-    """
-    attributes = describe(backend)
-    try:
-        identity = TypeAdapter(Identity).validate_python(attributes["identity"])
-    except (ValueError, KeyError) as error:
-        raise DamagedStore(
-            f"the identity in {backend.url}/zarr.json cannot be read: that file was altered; put back what it was"
-        ) from error
-    if identity.digest != attributes.get("identity_digest", identity.digest):
-        raise DamagedStore(
-            f"the identity in {backend.url}/zarr.json is not the one that the digest beside it and the samples stand "
-            f"for: that file was altered{_differences(backend, identity)}; put back what it was, the samples need no "
-            "change"
-        )
-    return identity
-
-
-def _differences(files: Files, identity: Identity) -> str:
-    """In which fields the root's identity differs from what a sample's record says, as far as that says it."""
-    paths = [f"{sample_path(key)}/{RECORD}" for key in islice(keys_present(files), _FEW)]
-    for document in files.read_all(paths):
-        try:
-            recorded = layout.record_attributes(document or b"")
-        except ValueError:
-            continue
-        ours = {"depths": list(identity.depths), "dtype": identity.dtype, "stored_as": identity.stored_as}
-        found = [
-            f"{name} {value} instead of {recorded[name]}" for name, value in ours.items() if value != recorded[name]
-        ]
-        return f" ({', '.join(found)})" if found else ""
-    return ""
 
 
 class Store:
@@ -222,7 +155,8 @@ class Store:
                 yet committed. The system's temporary directory by default. A local store stages inside itself.
 
         Raises:
-            IdentityMismatch: the store holds another extraction; says which fields differ, and both values.
+            IdentityMismatch: the store, or what is there of one that lost its root group, holds another extraction;
+                says which fields differ, and both values.
             StoreBusy: another run is writing to it.
             StorageFailure: the place cannot be written to.
             NotAStore: something else is there.
@@ -235,12 +169,14 @@ class Store:
         backend = open_backend(url, staging_dir)
         try:
             _refuse_other(backend, identity)
-        except NotAStore:
+        except (NotAStore, DamagedStore):
             names = set(backend.names(""))
             if RECORD in names:
                 raise
-            # A run that died while it created the store has left the private directory, and some of these.
-            if names and not (PRIVATE in names and names <= {PRIVATE, "samples", WEIGHT}):
+            # A run that died while it created the store has left the private directory, and some of these. Samples may
+            # have lost all else, or been moved here.
+            is_ours = PRIVATE in names or any(recorded(backend))
+            if names and not (is_ours and names <= {PRIVATE, "samples", WEIGHT}):
                 raise NotAStore(
                     f"{backend.url} is not empty, and no store: name a new or an empty directory for the store"
                 ) from None
@@ -266,7 +202,9 @@ class Store:
     def _create(self, final_norm: FinalNorm | None) -> None:
         if RECORD in self.backend.names(""):
             _refuse_other(self.backend, self.identity)
+            keep_root(self.backend, self.identity)
             return
+        refuse_mixture(self.backend, self.identity)
         documents = {
             # An array keeps readers that walk the hierarchy out of this directory, without a warning.
             f"{PRIVATE}/{path}": data
@@ -288,8 +226,10 @@ class Store:
             attributes["final_norm"] = {"kind": final_norm.kind, "eps": final_norm.eps, "weight": WEIGHT}
             documents |= weight_documents(final_norm.weight)
         documents[f"samples/{RECORD}"] = layout.group_document()
+        root = layout.root_document(attributes)
+        documents[COPY] = layout.seal(root)
         self.backend.put_all(documents)
-        self.backend.put(RECORD, layout.root_document(attributes))
+        self.backend.put(RECORD, root)
 
     def _see_to_manifest(self) -> None:
         """Begin the manifest of a new store, and rebuild one that is damaged, so that it lists all that is there."""
@@ -335,11 +275,16 @@ class Store:
         A commit that another thread has begun ends first; a later one is refused.
         """
         with self._lock:
-            self._closed = True
+            closed, self._closed = self._closed, True
             try:
                 if self._staging is not None:
                     self.backend.drop_staging(self._staging)
                     self._staging = None
+                if not closed:
+                    # All is recorded by now; where no note can be made, that of the run before stays true.
+                    with contextlib.suppress(StoreError, OSError):
+                        self._lease.check()
+                        self.manifest.note()
             finally:
                 self._lease.release()
 

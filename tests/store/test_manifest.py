@@ -1,16 +1,18 @@
 """A manifest that is torn, altered or lost is said to be, never read as a smaller store; and what mends it."""
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 import tasks.store
-from tasks.store import DamagedStore, Share, SourceRecord, Store
+from tasks.store import DamagedStore, Share, SourceRecord, StorageFailure, Store
 from tasks.store.backend import Backend, open_backend
 from tasks.store.dataset import SampleDataset
 from tasks.store.layout import PRIVATE
 from tasks.store.maintenance import repair, stats, verify
-from tasks.store.manifest import MANIFEST, Manifest
+from tasks.store.manifest import MANIFEST, NOTED, Manifest, ManifestWriter
 from tests.store.samples import fill, identity, make, stage
 
 SAMPLES = [make(identity(), n, seed=i) for i, n in enumerate((5, 600, 7, 9))]
@@ -39,12 +41,14 @@ def flip(backend: Backend, number: int) -> None:
     backend.put(segment(backend, number), bytes(content))
 
 
-DAMAGES: dict[str, Callable[[Backend], None]] = {
+DAMAGES: dict[str, Callable[[Backend], object]] = {
     "the last torn": lambda backend: cut(backend, -1, 40),
     "one torn": lambda backend: cut(backend, 2, -2),
     "one empty": lambda backend: cut(backend, 2, 0),
     "one altered": lambda backend: flip(backend, 1),
     "one removed": lambda backend: backend.remove(segment(backend, 2)),
+    "the first ones removed": lambda backend: [backend.remove(segment(backend, 0)) for _ in range(2)],
+    "the note altered": lambda backend: backend.put(NOTED, b"[0000"),
     "all removed": lambda backend: backend.remove(MANIFEST),
     "the private directory removed": lambda backend: backend.remove(PRIVATE),
 }
@@ -178,3 +182,78 @@ def test_a_listing_that_missed_a_segment_is_made_again(url: str, monkeypatch: py
     monkeypatch.setattr(backend, "names", miss_one)
     manifest = Manifest(backend)
     assert (manifest.problems, len(manifest.entries), calls) == ([], len(SAMPLES), 2)
+
+
+def lose_the_last(url: str, count: int = 2) -> None:
+    backend = open_backend(url)
+    for _ in range(count):
+        backend.remove(segment(backend, -1))
+
+
+@pytest.mark.parametrize("count", [1, 2, len(SAMPLES)])
+def test_the_loss_of_the_last_segments_is_seen(url: str, count: int) -> None:
+    filled(url)
+    lose_the_last(url, count)
+    with pytest.raises(DamagedStore, match=r"segments that a finished run wrote are missing: 0.*`layertap repair "):
+        tasks.store.open(url)
+    assert repair(url).added == count
+    check_whole(url)
+
+
+def test_a_share_neither_takes_the_place_of_a_lost_segment_nor_notes_what_is_left(url: str) -> None:
+    def opened() -> Store:
+        return Store.open(url, identity(), share=Share("fleet", "share-0"))
+
+    with opened() as store:
+        for i, sample in enumerate(SAMPLES):
+            fill(store, [sample], prefix=f"s{i}")
+    lose_the_last(url, 1)
+    with opened() as store:
+        store.record([SourceRecord("new", SAMPLES[0].key, SAMPLES[0].loss_mask)])
+    with pytest.raises(DamagedStore, match="are missing"):
+        tasks.store.open(url)
+    with Store.open(url, identity()) as store:
+        assert store.rebuilt is not None
+    check_whole(url)
+
+
+def test_what_one_share_wrote_last_is_noted_by_another_too(url: str) -> None:
+    shares = [Store.open(url, identity(), share=Share("fleet", f"share-{i}")) for i in range(2)]
+    fill(shares[0], SAMPLES[:2])
+    fill(shares[1], SAMPLES[2:])
+    shares[0].close()
+    shares[1]._lease.release()  # it dies before its end
+    name = next(name for name in open_backend(url).names(MANIFEST) if "share-1" in name)
+    open_backend(url).remove(f"{MANIFEST}/{name}")
+    with pytest.raises(DamagedStore, match=f"are missing: {name}"):
+        tasks.store.open(url)
+
+
+def test_a_merge_after_the_note_and_a_store_without_a_note_are_no_damage(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(url)
+    with monkeypatch.context() as patch:
+        patch.setattr(ManifestWriter, "note", lambda self: None)  # the run that merges dies before it notes anything
+        with Store.open(url, identity()) as store:
+            store.manifest.rewrite()
+    check_whole(url)
+    open_backend(url).remove(NOTED)
+    check_whole(url)
+    lose_the_last(url, 1)
+    with pytest.raises(DamagedStore, match="there are samples, but no manifest"):
+        tasks.store.open(url)
+
+
+def test_a_note_that_cannot_be_made_fails_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise StorageFailure("the disk is full")
+
+    store = Store.open(tmp_path, identity())
+    fill(store, SAMPLES)
+    monkeypatch.setattr(store.backend, "put", full)
+    store.close()
+    assert len(tasks.store.open(tmp_path)) == len(SAMPLES)
+    with Store.open(tmp_path, identity()):
+        pass
+    assert verify(tmp_path).ok
