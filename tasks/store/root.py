@@ -24,6 +24,10 @@ COPY = f"{PRIVATE}/root"
 _FEW = 8
 
 
+class NewerLayout(NotAStore):
+    """A store of a layout that this version does not know."""
+
+
 class Kept(NamedTuple):
     """The copy of a root."""
 
@@ -50,9 +54,12 @@ def describe(files: Files) -> dict[str, Any]:
         raise NotAStore(f"{files.url} is a file or below one; a store is a directory: name that") from None
     try:
         return _attributes(document, files.url)
-    except NotAStore:
+    except NotAStore as error:
+        kept = kept_root(files)  # of a newer layout, it would be newer, too
+        if isinstance(error, NewerLayout) and kept is None:
+            raise
         # A run that died while it created the store has left a copy at most.
-        if next(recorded(files), None) is None and not (files.names(MANIFEST) and kept_root(files)):
+        if next(recorded(files), None) is None and not (files.names(MANIFEST) and kept):
             raise
         what = "is missing" if document is None else "was altered"
         raise DamagedStore(f"{files.url}/zarr.json, the root of the store, {what}: {_way_back(files)}") from None
@@ -68,7 +75,7 @@ def _attributes(document: bytes | None, url: str) -> dict[str, Any]:
     if not isinstance(attributes, dict) or attributes.get("format") != FORMAT:
         raise NotAStore(f"{url} is a Zarr group, but not a layertap store")
     if attributes.get("layout") != layout.LAYOUT:
-        raise NotAStore(
+        raise NewerLayout(
             f"{url} has layout {attributes.get('layout')}, this version reads {layout.LAYOUT}: use a newer layertap"
         )
     return attributes

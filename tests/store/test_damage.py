@@ -241,9 +241,10 @@ def test_a_lost_root_lets_no_other_extraction_in(rootless: str) -> None:
     if isinstance(refusal.value, IdentityMismatch):
         assert "(depths [3, 16, 28, 30] instead of [3, 15, 28, 30])" in str(refusal.value)
     open_backend(rootless).remove(COPY)
-    with pytest.raises((IdentityMismatch, DamagedStore), match="extract with the settings") as refusal:
+    no_way_back = "extract with the settings|use a newer layertap"  # without a copy, another layout may be a newer one
+    with pytest.raises((IdentityMismatch, DamagedStore, NotAStore), match=no_way_back):
         Store.open(rootless, OTHER)
-    with pytest.raises(DamagedStore, match="extract with the settings"):
+    with pytest.raises((DamagedStore, NotAStore), match=no_way_back):
         repair(rootless)
     open_backend(rootless).remove("zarr.json") if "://" in rootless else (Path(rootless) / "zarr.json").unlink(True)
     assert open_backend(rootless).sizes("samples") == before
