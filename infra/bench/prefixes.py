@@ -94,7 +94,10 @@ class PrefixExtractor(Extractor):
         for chunk in chunks:
             ids = {sample.key: samples[sample.key] for sample in chunk.samples}
             shared = {sample.key: sample.shared for sample in chunk.samples}
-            job = Job(self.store.staging(), ids, shared=shared) if reuse else AloneJob(self.store.staging(), ids)
+            if reuse:
+                job = Job(self.store.staging(), ids, shared=shared, on_sample=self._computed)
+            else:
+                job = AloneJob(self.store.staging(), ids)
             submitted.append((ids, self.engine.submit(job)))
         for ids, receipts in submitted:
             self._finish(dict(ids), receipts)
@@ -256,6 +259,7 @@ class Ways:
             chunks = plan(samples, extractor.chunk_tokens, way == "on")
             spent = time.process_time()
             seconds = extractor.extract(chunks, samples, way == "on")
+            tail = time.perf_counter() - extractor.computed_at
             spent = time.process_time() - spent
         self.rates[way].append(sum(map(len, samples.values())) / seconds)
         self.bytes[way] = state_bytes(path)
@@ -264,6 +268,7 @@ class Ways:
         if way == "on":
             self.reused.append(extractor.reused)
             self.recomputed.append(recomputed)
+            print(f"on: {seconds:.2f} s, of which {tail:.2f} after the last sample was computed", flush=True)
         print(
             f"{way}: {self.rates[way][-1]:,.1f} tokens/s, {spent:.1f} s of processor time, bytes of files and on the "
             f"disk {self.bytes[way]}, {extractor.reused} rows reused, {recomputed} samples computed again; "

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter, thread_time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -104,6 +105,7 @@ class Assembly:
 
     def __init__(self, spec: AssemblySpec) -> None:
         self._rank = spec.rank
+        self._assembling = self._assembling_ran = 0.0
         self._lock = threading.Lock()
         self.outbox = Outbox(spec.settings.receipts, spec.rank)
         self._owed_lock = threading.Lock()
@@ -171,11 +173,14 @@ class Assembly:
 
     def deliver(self, places: Sequence[Place], states: Sequence[torch.Tensor], summary: RowSummary) -> None:
         """Take the rows of one step: its requests, the states per depth [N, H], and the summary of all its rows."""
+        began, ran = perf_counter(), thread_time()
         arrived = Arrived.of(states, summary)
         with self._lock:
             for span, state_rows in places:
                 self.assembler.add(span.key, span.start, arrived, span.rows, state_rows)
             self.assembler.settle()
+        self._assembling += perf_counter() - began
+        self._assembling_ran += thread_time() - ran
 
     def refuse(self, key: str, shape: tuple[int, ...], dtype: str) -> None:
         """Give up a sample whose states have the wrong shape or element type."""
@@ -213,9 +218,13 @@ class Assembly:
         self._settling = [(question, owed) for question, owed in self._settling if owed]
 
     def report(self) -> dict[str, float]:
-        """Seconds that the capture has waited for the writers, and that their threads have spent, by what on."""
+        """Seconds that the capture has waited for the writers, and that their threads have spent, by what on.
+
+        And those that the assembly of steps has taken, with its waits, and the processor time of its own thread within.
+        """
         spent = {f"writers_{what}": seconds for what, seconds in self.writer.seconds.items()}
-        return {"waited_for_writers": self.writer.memory.waited, **spent}
+        assembling = {"assembling": self._assembling, "assembling_ran": self._assembling_ran}
+        return {"waited_for_writers": self.writer.memory.waited, **assembling, **spent}
 
     def close(self) -> dict[str, float]:
         """Stop writing; what waits to be written is dropped. Returns the report."""
