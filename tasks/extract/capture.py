@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from time import sleep
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,7 +75,7 @@ class CaptureMixin:
     def execute_model(self, scheduler_output: Any) -> Any:
         if self._open:
             for request_id in scheduler_output.finished_req_ids:
-                self._wanted.pop(sample_key(request_id), None)
+                self._under_way.pop(sample_key(request_id), None)
             if wanted := list(_wanted(scheduler_output)):
                 self._expect(wanted)
         output = super().execute_model(scheduler_output)  # type: ignore[misc]
@@ -121,11 +122,11 @@ class CaptureMixin:
 
     def _expect(self, wanted: list[Wanted]) -> None:
         self._assembly.expect(wanted)
-        self._wanted.update((sample.key, sample) for sample in wanted)
+        self._under_way.update((sample.key, sample) for sample in wanted)
 
     def _wants(self, span: Span) -> bool:
         """Whether the states of these rows come to this rank's host memory: to be written, or held for others."""
-        sample = self._wanted.get(span.key)
+        sample = self._under_way.get(span.key)
         if sample is None:
             return False
         held = sample.num_blocks * self._spec.block if self._spec.keeps_any else 0
@@ -152,7 +153,7 @@ class CaptureMixin:
             settings=asked,
         )
         self._spec = spec
-        self._wanted: dict[str, Wanted] = {}
+        self._under_way: dict[str, Wanted] = {}
         """Samples whose requests have not finished, by key."""
         self._suspects: dict[str, list[tuple[int, torch.Tensor]]] = {}
         self._settling: dict[int, int] = {}
@@ -189,6 +190,9 @@ class CaptureMixin:
         # A NaN that an earlier sample left there would come into others: masked out is multiplied by zero.
         for cache in self.model_runner.kv_caches:
             cache.zero_()
+        # Rows that are still on their way here would be held after all, on some ranks and not on others.
+        while self._transfer.delivered < self._transfer.sent:
+            sleep(0.001)
         self._assembly.forget_prefixes()
         self._suspects = {key: [] for key in keys}
 

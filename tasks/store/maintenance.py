@@ -318,8 +318,9 @@ def repair(url: str | os.PathLike[str], *, workers: int = 8, progress: Progress 
         StoreBusy: a run is writing to the store.
         DamagedStore: the root is not that of the samples, and there is no copy of theirs.
     """
-    root = restore_root(open_backend(url))
-    identity = stored_identity(open_backend(url))
+    backend = open_backend(url)
+    root = restore_root(backend)
+    identity = stored_identity(backend)
     with Store.open(url, identity, run="repair") as store:
         backend = store.backend
         done = store.rebuilt or store.rebuild_manifest(workers=workers, progress=progress)
