@@ -18,6 +18,7 @@ import torch
 from tasks import digest
 from tasks.extract.copies import Copies, Copy
 from tasks.extract.prefix_rows import Holding, PrefixRows, Reused
+from tasks.extract.row_facts import RowFacts
 from tasks.extract.staged_rows import StagedRows, uncovered
 from tasks.extract.witness import unlike_rows
 
@@ -88,20 +89,16 @@ class Arrived(NamedTuple):
     Arrays, since a slice of a tensor gives up the interpreter's lock, for which some dozen threads wait that encode.
     """
 
-    states: Sequence[npt.NDArray[np.uint8]]
-    """Per depth [N, B], bytes; maybe of fewer rows than the summary has, where this rank does not keep all."""
-    digests_NL: npt.NDArray[np.int64]
-    squares_NL: npt.NDArray[np.float64]
-    nonfinite_NL: npt.NDArray[np.int32]
-    zero_NL: npt.NDArray[np.bool_]
-    unlike_NL: npt.NDArray[np.bool_]
-    input_ids_N: npt.NDArray[np.int32]
+    states: npt.NDArray[np.uint8] | Sequence[npt.NDArray[np.uint8]]
+    """[L, N, B], or per depth [N, B], bytes; maybe of fewer rows than the summary has, where this rank does not keep
+    all."""
+    facts: RowFacts
 
     @classmethod
     def of(cls, states: Iterable[torch.Tensor], summary: RowSummary) -> "Arrived":
         """States per depth [N, H] and the summary of the step's rows, both in host memory."""
         rows = [rows_NH.contiguous().view(torch.uint8).numpy() for rows_NH in states]
-        return cls(rows, **{name: column.numpy() for name, column in vars(summary).items()})
+        return cls(rows, RowFacts(**{name: column.contiguous().numpy() for name, column in vars(summary).items()}))
 
 
 @dataclass
@@ -117,14 +114,10 @@ class Sample:
     dtype: torch.dtype
     bytes_LTB: npt.NDArray[np.uint8] | None
     """Of the states; None where nobody needs them, and of its prefix only where only others do."""
-    buffer: torch.Tensor | None
+    buffer: npt.NDArray[np.uint8] | None
     """The memory under them, to be given back."""
-    digests_TL: npt.NDArray[np.int64]
-    squares_TL: npt.NDArray[np.float64]
-    nonfinite_TL: npt.NDArray[np.int32]
-    zero_TL: npt.NDArray[np.bool_]
-    unlike_TL: npt.NDArray[np.bool_]
-    input_ids_T: npt.NDArray[np.int32]
+    facts: RowFacts
+    """Of rows [0, num_tokens)."""
     prefix: Sequence[bytes] = ()
     """Names of its first blocks, which other samples may begin with, too (see :func:`tasks.prefixes.prefix_names`)."""
     shared: int = 0
@@ -184,9 +177,9 @@ class Assembler:
     hidden_size: int
     dtype: torch.dtype
     on_complete: Callable[[Sample], None]
-    take: Callable[[int], torch.Tensor]
-    """Gives a uint8 buffer of at least that many bytes; blocks while memory is short."""
-    give_back: Callable[[torch.Tensor], None] = lambda buffer: None
+    take: Callable[[int], npt.NDArray[np.uint8]]
+    """Gives a buffer of at least that many bytes; blocks while memory is short."""
+    give_back: Callable[[npt.NDArray[np.uint8]], None] = lambda buffer: None
     """Takes a buffer that is not handed on."""
     on_lost: Callable[[Sample], None] = lambda sample: None
     """Takes a sample whose last rows came and of which earlier ones are no longer held."""
@@ -279,15 +272,11 @@ class Assembler:
             first = (state_rows or rows).start
             here_LTB = sample.bytes_LTB[:, start:stop]
             last = first + here_LTB.shape[1]
-            copies = [(to, rows[first:last]) for to, rows in zip(here_LTB, arrived.states, strict=True)]
-        place = slice(start, stop)
-        rows = slice(rows.start, rows.start + num_rows)
-        sample.digests_TL[place] = arrived.digests_NL[rows]
-        sample.squares_TL[place] = arrived.squares_NL[rows]
-        sample.nonfinite_TL[place] = arrived.nonfinite_NL[rows]
-        sample.zero_TL[place] = arrived.zero_NL[rows]
-        sample.unlike_TL[place] = arrived.unlike_NL[rows]
-        sample.input_ids_T[place] = arrived.input_ids_N[rows]
+            if isinstance(arrived.states, np.ndarray):
+                copies = [(here_LTB, arrived.states[:, first:last])]
+            else:
+                copies = [(to, rows[first:last]) for to, rows in zip(here_LTB, arrived.states, strict=True)]
+        sample.facts.put(start, arrived.facts, rows.start, rows.start + num_rows)
         # A preempted request starts again: what lies behind the rows that came anew is of the abandoned attempt.
         sample.filled = stop
         self._placed.append(_Placed(sample, start, stop, copies))
@@ -362,7 +351,7 @@ class Assembler:
 
     def _promise(self, sample: Sample) -> None:
         if self.prefixes is not None and sample.bytes_LTB is not None and sample.keeps:
-            sample.promised = self.prefixes.staged.promise(sample.prefix, sample.shared, sample.digests_TL)
+            sample.promised = self.prefixes.staged.promise(sample.prefix, sample.shared, sample.facts.digests_NL)
 
     def _to_hold(self, rows: _Placed, block: int) -> Holding:
         """The blocks of a sample's prefix that new rows complete."""
@@ -391,7 +380,6 @@ class Assembler:
         if self._begun_tokens and self._begun_tokens + num_tokens > self.step_tokens:
             self._hand_on()
         self._begun_tokens += num_tokens
-        shape = (num_tokens, self.num_depths)
         rows = buffer = None
         if keeps:
             kept = num_tokens
@@ -404,7 +392,7 @@ class Assembler:
             row_bytes = self.hidden_size * self.dtype.itemsize
             num_bytes = self.num_depths * kept * row_bytes
             buffer = self.take(num_bytes)
-            rows = buffer.numpy()[:num_bytes].reshape(self.num_depths, kept, row_bytes)
+            rows = buffer[:num_bytes].reshape(self.num_depths, kept, row_bytes)
         sample = Sample(
             key=key,
             num_tokens=num_tokens,
@@ -414,12 +402,7 @@ class Assembler:
             dtype=self.dtype,
             bytes_LTB=rows,
             buffer=buffer,
-            digests_TL=np.zeros(shape, np.int64),
-            squares_TL=np.full(shape, np.nan),
-            nonfinite_TL=np.zeros(shape, np.int32),
-            zero_TL=np.zeros(shape, np.bool_),
-            unlike_TL=np.zeros(shape, np.bool_),
-            input_ids_T=np.full(num_tokens, -1, np.int32),
+            facts=RowFacts.unknown(num_tokens, self.num_depths),
             prefix=prefix,
             shared=shared,
         )

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tasks.extract.assemble import Arrived, Assembler, RowSummary, Sample
+from tasks.extract.assemble import Arrived, Assembler, Sample
 from tasks.extract.copies import Copies
 from tasks.extract.prefix_rows import PrefixRows
 from tasks.extract.receipts import Outbox
@@ -171,10 +171,9 @@ class Assembly:
             if self._prefixes is not None:
                 self._prefixes.clear()
 
-    def deliver(self, places: Sequence[Place], states: Sequence[torch.Tensor], summary: RowSummary) -> None:
-        """Take the rows of one step: its requests, the states per depth [N, H], and the summary of all its rows."""
+    def deliver(self, places: Sequence[Place], arrived: Arrived) -> None:
+        """Take the rows of one step, by its requests."""
         began, ran = perf_counter(), thread_time()
-        arrived = Arrived.of(states, summary)
         with self._lock:
             for span, state_rows in places:
                 self.assembler.add(span.key, span.start, arrived, span.rows, state_rows)

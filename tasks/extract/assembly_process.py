@@ -12,18 +12,21 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from multiprocessing.connection import Connection
 from pathlib import Path
 from socket import socketpair
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from tasks.extract.assemble import RowSummary
+from tasks.extract.assemble import Arrived, RowSummary
 from tasks.extract.assembly import Assembly, AssemblySpec, Place, Wanted
+from tasks.extract.row_facts import RowFacts
 
 ENDED = "the process that writes samples ended"
 _ALIGNMENT = 4096
@@ -38,28 +41,36 @@ class Slot:
     """One step's place in the shared memory, as either process sees it."""
 
     index: int
-    memory: torch.Tensor
-    """uint8, of :func:`slot_bytes` bytes."""
+    memory: npt.NDArray[np.uint8]
+    """Of :func:`slot_bytes` bytes."""
     spec: AssemblySpec
 
     def views(self, num_rows: int, kept_rows: int) -> tuple[torch.Tensor, RowSummary]:
         """Where a step's kept states [L, n, H] and the summary of all its rows stand."""
+        states_LNB, *columns = map(torch.from_numpy, self._arrays(num_rows, kept_rows))
+        return states_LNB.view(self.spec.torch_dtype), RowSummary(*columns)
+
+    def arrived(self, num_rows: int, kept_rows: int) -> Arrived:
+        """The same as arrays."""
+        states_LNB, *columns = self._arrays(num_rows, kept_rows)
+        return Arrived(states_LNB, RowFacts(*columns))
+
+    def _arrays(self, num_rows: int, kept_rows: int) -> Iterator[npt.NDArray[Any]]:
         depths = self.spec.num_depths
-        fields = (
-            (self.spec.torch_dtype, (depths, kept_rows, self.spec.hidden_size)),
-            (torch.int64, (num_rows, depths)),
-            (torch.float64, (num_rows, depths)),
-            (torch.int32, (num_rows, depths)),
-            (torch.bool, (num_rows, depths)),
-            (torch.bool, (num_rows, depths)),
-            (torch.int32, (num_rows,)),
-        )
-        views, start = [], 0
+        fields: list[tuple[type[np.generic], tuple[int, ...]]] = [
+            (np.uint8, (depths, kept_rows, self.spec.row_bytes)),
+            (np.int64, (num_rows, depths)),
+            (np.float64, (num_rows, depths)),
+            (np.int32, (num_rows, depths)),
+            (np.bool_, (num_rows, depths)),
+            (np.bool_, (num_rows, depths)),
+            (np.int32, (num_rows,)),
+        ]
+        start = 0
         for dtype, shape in fields:
-            stop = start + dtype.itemsize * int(np.prod(shape))
-            views.append(self.memory[start:stop].view(dtype).view(shape))
+            stop = start + np.dtype(dtype).itemsize * prod(shape)
+            yield self.memory[start:stop].view(dtype).reshape(shape)
             start = -(-stop // _ALIGNMENT) * _ALIGNMENT
-        return views[0], RowSummary(*views[1:])
 
 
 def slot_bytes(spec: AssemblySpec, max_rows: int) -> int:
@@ -70,9 +81,9 @@ def slot_bytes(spec: AssemblySpec, max_rows: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _slots(descriptor: int, count: int, size: int, spec: AssemblySpec) -> tuple[torch.Tensor, list[Slot]]:
+def _slots(descriptor: int, count: int, size: int, spec: AssemblySpec) -> tuple[npt.NDArray[np.uint8], list[Slot]]:
     """The shared memory as a whole, and slot by slot."""
-    whole = torch.from_numpy(np.frombuffer(mmap.mmap(descriptor, count * size), np.uint8))
+    whole = np.frombuffer(mmap.mmap(descriptor, count * size), np.uint8)
     return whole, [Slot(i, whole[i * size : (i + 1) * size], spec) for i in range(count)]
 
 
@@ -130,7 +141,7 @@ class AssemblyProcess:
         Raises:
             MemoryError: the system does not allow so much.
         """
-        code = _cudart().cudaHostRegister(self._whole.data_ptr(), self._whole.nbytes, 0)
+        code = _cudart().cudaHostRegister(self._whole.ctypes.data, self._whole.nbytes, 0)
         if int(code) != 0:
             raise MemoryError(
                 f"{self._whole.nbytes / 2**30:.1f} GiB of host memory cannot be pinned (CUDA error {int(code)}); "
@@ -185,7 +196,7 @@ class AssemblyProcess:
         report = self._answer()
         self._reader.join()
         if self._pinned:
-            _cudart().cudaHostUnregister(self._whole.data_ptr())
+            _cudart().cudaHostUnregister(self._whole.ctypes.data)
         return report
 
     def _answer(self) -> dict[str, float]:
@@ -261,8 +272,7 @@ class _Other:
             os._exit(1)
 
     def _deliver(self, index: int, places: list[Place], num_rows: int, kept_rows: int) -> None:
-        states_LNH, summary = self._slots[index].views(num_rows, kept_rows)
-        self._assembly.deliver(places, tuple(states_LNH), summary)
+        self._assembly.deliver(places, self._slots[index].arrived(num_rows, kept_rows))
         self._send("free", index)
 
     def _send(self, *message: Any) -> None:

@@ -5,8 +5,8 @@ are copied into what is held for others as well, and from there into samples tha
 some 5 GB/s a rank.
 """
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,9 @@ class Copies:
     """Runs copies that do not overlap, and returns when all are made."""
 
     def __init__(self, threads: int = 1) -> None:
+        """``threads``: the caller's own among them."""
         self._threads = threads
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="layertap-copier") if threads > 1 else None
+        self._pool = ThreadPoolExecutor(threads - 1, thread_name_prefix="layertap-copier") if threads > 1 else None
 
     def run(self, copies: Sequence[Copy]) -> None:
         """Make copies."""
@@ -36,7 +37,7 @@ class Copies:
     def mark(self, rows: Sequence[npt.NDArray[np.uint8]], num_bytes: int, value: int) -> None:
         """Set the first bytes of rows, arrays [..., N, B]; it is what first touches their memory."""
 
-        def mark_all(some: Sequence[npt.NDArray[np.uint8]]) -> None:
+        def mark_all(some: Iterable[npt.NDArray[np.uint8]]) -> None:
             for rows_NB in some:
                 rows_NB[..., :num_bytes] = value  # without the GIL
 
@@ -45,18 +46,25 @@ class Copies:
         else:
             self._share(mark_all, rows)
 
+    def _share(self, work: Callable[[Iterable[Any]], None], pieces: Iterable[Any]) -> None:
+        """Work on pieces in all threads, the caller's among them; returns when all is done."""
+        assert self._pool is not None
+        left = iter(pieces)  # of which each thread takes the next
+        others = [self._pool.submit(work, left) for _ in range(1, self._threads)]
+        try:
+            work(left)
+        finally:
+            begun = [other for other in others if not other.cancel()]
+            wait(begun)
+        for other in begun:
+            other.result()
+
     def close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown()
 
-    def _share(self, work: Callable[[Sequence[Any]], None], pieces: Sequence[Any]) -> None:
-        assert self._pool is not None
-        # Handed out at once: to hand over each piece would take as long as to copy a megabyte.
-        for _ in self._pool.map(work, [pieces[i :: self._threads] for i in range(self._threads)]):
-            pass
 
-
-def _copy_all(copies: Sequence[Copy]) -> None:
+def _copy_all(copies: Iterable[Copy]) -> None:
     for there, here in copies:
         np.copyto(there, here)  # without the GIL
 

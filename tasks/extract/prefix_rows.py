@@ -8,9 +8,8 @@ rank finds, all find.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +17,7 @@ import torch
 
 from tasks.extract.copies import Copies, Copy
 from tasks.extract.memory import fresh_memory
+from tasks.extract.row_facts import RowFacts
 from tasks.extract.staged_rows import StagedPrefixes, StagedRows, uncovered
 
 
@@ -26,12 +26,7 @@ class Rows(Protocol):
 
     key: str
     bytes_LTB: npt.NDArray[np.uint8] | None
-    digests_TL: npt.NDArray[np.int64]
-    squares_TL: npt.NDArray[np.float64]
-    nonfinite_TL: npt.NDArray[np.int32]
-    zero_TL: npt.NDArray[np.bool_]
-    unlike_TL: npt.NDArray[np.bool_]
-    input_ids_T: npt.NDArray[np.int32]
+    facts: RowFacts
 
 
 class Reused(NamedTuple):
@@ -65,6 +60,16 @@ class _Held(NamedTuple):
     source: str
 
 
+class _Run(NamedTuple):
+    """Rows that are held one behind the other, as they are in a sample."""
+
+    held: int
+    """The first one's place."""
+    start: int
+    """Its position in the sample."""
+    size: int
+
+
 class PrefixRows:
     """Blocks of rows by the name of the prefix that ends with them; the least recently used go first."""
 
@@ -93,24 +98,13 @@ class PrefixRows:
         self.block = block
         self.holds_states = holds_states
         self._copies = copies or Copies()
-        by_row: dict[str, tuple[tuple[int, ...], npt.DTypeLike]] = {
-            "digests_TL": ((num_depths,), np.int64),
-            "squares_TL": ((num_depths,), np.float64),
-            "nonfinite_TL": ((num_depths,), np.int32),
-            "zero_TL": ((num_depths,), np.bool_),
-            "unlike_TL": ((num_depths,), np.bool_),
-            "input_ids_T": ((), np.int32),
-        }
-        row_bytes = num_depths * hidden_size * dtype.itemsize
-        row_bytes += sum(int(np.prod(shape)) * np.dtype(kind).itemsize for shape, kind in by_row.values())
+        row_bytes = num_depths * hidden_size * dtype.itemsize + RowFacts.row_bytes(num_depths)
         self.slots = limit_bytes // (block * row_bytes)
-        self._kept: dict[str, npt.NDArray[Any]] = {
-            name: np.empty((self.slots * block, *shape), kind) for name, (shape, kind) in by_row.items()
-        }
+        self._facts = RowFacts.empty(self.slots * block, num_depths)
         self.staged = StagedPrefixes(block, limit=self.slots)
         """Told by whoever stages samples."""
         held_rows = self.slots * block if holds_states else 0
-        self._bytes_LRB = fresh_memory(num_depths, held_rows, hidden_size * dtype.itemsize).numpy()
+        self._bytes_LRB = fresh_memory(num_depths, held_rows, hidden_size * dtype.itemsize)
         self._held: OrderedDict[bytes, _Held] = OrderedDict()
         self._free = deque(range(self.slots))
 
@@ -126,20 +120,17 @@ class PrefixRows:
         for sample, names, start in holdings:
             for block, slot in self._take_slots(sample.key, names).items():
                 taken[slot] = sample, start + block * self.block
-        placed: dict[str, tuple[Rows, list[int], list[int]]] = {}
+        placed: dict[str, tuple[Rows, list[_Run]]] = {}
         for slot, (sample, first) in taken.items():
-            _, slots, firsts = placed.setdefault(sample.key, (sample, [], []))
-            slots.append(slot * self.block)
-            firsts.append(first)
+            placed.setdefault(sample.key, (sample, []))[1].append(_Run(slot * self.block, first, self.block))
         copies: list[Copy] = []
-        for sample, slots, firsts in placed.values():
-            rows_R, rows_T = self._each_row(slots), self._each_row(firsts)
-            for array, kept in self._kept.items():
-                kept[rows_R] = getattr(sample, array)[rows_T]
-            if self.holds_states:
-                assert sample.bytes_LTB is not None
-                for size, there, here in _runs(rows_R, rows_T):
-                    copies.append((self._bytes_LRB[:, there : there + size], sample.bytes_LTB[:, here : here + size]))
+        for sample, runs in placed.values():
+            for held, first, size in _joined(runs):
+                self._facts.put(held, sample.facts, first, first + size)
+                if self.holds_states:
+                    assert sample.bytes_LTB is not None
+                    there, here = slice(held, held + size), slice(first, first + size)
+                    copies.append((self._bytes_LRB[:, there], sample.bytes_LTB[:, here]))
         self._copies.run(copies)
 
     def _take_slots(self, key: str, names: Sequence[bytes]) -> dict[int, int]:
@@ -161,10 +152,6 @@ class PrefixRows:
             self._held[name] = _Held(slot, key)
         return {block: self._held[name].slot for block, name in enumerate(names) if name in taken}
 
-    def _each_row(self, firsts: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Of each block its rows, by the first one."""
-        return (np.asarray(firsts, np.int64)[:, None] + np.arange(self.block)).ravel()
-
     def fill(self, sample: Rows, names: Sequence[bytes], start: int, stop: int, *, states: bool) -> Filled | None:
         """Fill rows [start, stop) of a sample, but for the states, of which it says what to copy.
 
@@ -184,22 +171,26 @@ class PrefixRows:
             return None
         held = [self._held[names[block]] for block in blocks]
         found: list[Reused] = []
-        for block, (_, source) in zip(blocks, held, strict=True):
+        pieces: list[_Run] = []
+        for block, (slot, source) in zip(blocks, held, strict=True):
             first, last = max(start, block * self.block), min(stop, (block + 1) * self.block)
+            pieces.append(_Run(slot * self.block + first - block * self.block, first, last - first))
             if found and found[-1].source == source:
                 first = found.pop().start
             found.append(Reused(first, last, source))
-        before = start - blocks.start * self.block  # rows of the first block that are not asked for
-        rows_R = self._each_row([slot * self.block for slot, _ in held])[before : before + stop - start]
-        for array, kept in self._kept.items():
-            getattr(sample, array)[start:stop] = kept[rows_R]
+        runs = _joined(pieces)
+        for run in runs:
+            sample.facts.put(run.start, self._facts, run.held, run.held + run.size)
         staged: list[StagedRows] = []
         copies: list[Copy] = []
         if states and self.holds_states and sample.bytes_LTB is not None:
-            staged = self.staged.find(names, start, stop, sample.digests_TL)
+            staged = self.staged.find(names, start, stop, sample.facts.digests_NL)
             for begin, end in uncovered(staged, start, stop):
-                for size, here, there in _runs(rows_R[begin - start : end - start], np.arange(begin, end)):
-                    copies.append((sample.bytes_LTB[:, there : there + size], self._bytes_LRB[:, here : here + size]))
+                for run in runs:
+                    first, last = max(begin, run.start), min(end, run.start + run.size)
+                    if first < last:
+                        at = run.held + first - run.start
+                        copies.append((sample.bytes_LTB[:, first:last], self._bytes_LRB[:, at : at + last - first]))
         return Filled(found, staged, copies)
 
     def touch(self, names: Iterable[bytes]) -> None:
@@ -215,8 +206,13 @@ class PrefixRows:
         self.staged.clear()
 
 
-def _runs(a_N: npt.NDArray[np.int64], b_N: npt.NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
-    """Where both go on one by one: length, and where each begins."""
-    breaks = np.flatnonzero((np.diff(a_N) != 1) | (np.diff(b_N) != 1)) + 1
-    for first, last in pairwise([0, *breaks.tolist(), len(a_N)]):
-        yield last - first, int(a_N[first]), int(b_N[first])
+def _joined(runs: Iterable[_Run]) -> list[_Run]:
+    """Runs of which one goes on where the one before ends, in both places, made one."""
+    joined: list[_Run] = []
+    for run in runs:
+        last = joined[-1] if joined else None
+        if last and (last.held + last.size, last.start + last.size) == run[:2]:
+            joined[-1] = last._replace(size=last.size + run.size)
+        else:
+            joined.append(run)
+    return joined

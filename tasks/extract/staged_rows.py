@@ -38,8 +38,8 @@ class StagedRows:
 
     start: int
     stop: int
-    digests_TL: npt.NDArray[np.int64]
-    """Of these rows, as the device computed them."""
+    digests: bytes
+    """Of these rows, as the device computed them: int64 [rows, L]."""
     _files: "Future[StagedFiles | None]" = field(default_factory=Future)
 
     def files(self) -> StagedFiles:
@@ -101,7 +101,7 @@ class StagedPrefixes:
                 if rows is None or rows.failed or rows.start < start or rows.stop > stop:
                     continue
                 self._staged.move_to_end(name)
-                if np.array_equal(rows.digests_TL, digests_TL[rows.start : rows.stop]):
+                if rows.digests == digests_TL[rows.start : rows.stop].tobytes():
                     found.append(rows)
         return found
 
@@ -121,7 +121,7 @@ class StagedPrefixes:
             for stop in range(self._chunk, shared + 1, self._chunk):
                 last = (stop - 1) // self._block
                 if last < len(names) and ((known := self._staged.get(names[last])) is None or known.failed):
-                    rows = StagedRows(stop - self._chunk, stop, digests_TL[stop - self._chunk : stop].copy())
+                    rows = StagedRows(stop - self._chunk, stop, digests_TL[stop - self._chunk : stop].tobytes())
                     self._keep(names[last], rows)
                     promised.append(rows)
             return promised
@@ -147,6 +147,7 @@ class StagedPrefixes:
         for path, chunk in chunks.items():
             ranges.setdefault((chunk.start, chunk.stop), {})[path] = chunk
         owed = {(rows.start, rows.stop): rows for rows in promised}
+        there: list[tuple[StagedRows, Mapping[str, SharedChunk]]] = []
         with self._lock:
             for (start, stop), of_range in ranges.items():
                 if sum(chunk.depths for chunk in of_range.values()) != digests_TL.shape[1]:
@@ -156,9 +157,11 @@ class StagedPrefixes:
                 if rows is None:
                     if last >= len(names) or names[last] in self._staged:
                         continue
-                    rows = StagedRows(start, stop, digests_TL[start:stop].copy())
+                    rows = StagedRows(start, stop, digests_TL[start:stop].tobytes())
                     self._keep(names[last], rows)
-                rows.settle(StagedFiles(arrived_TL[start:stop].copy(), of_range))
+                there.append((rows, of_range))
+        for rows, staged in there:  # outside: the assembly of the next step needs the lock
+            rows.settle(StagedFiles(arrived_TL[rows.start : rows.stop].copy(), staged))
 
     def _keep(self, name: bytes, rows: StagedRows) -> None:
         self._staged[name] = rows

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tasks.extract.assemble import summarize
+from tasks.extract.assemble import Arrived, summarize
 from tasks.extract.assembly import Assembly, Place
 from tasks.extract.assembly_process import AssemblyProcess, Slot
 from tasks.extract.step import Span, Step
@@ -46,7 +46,8 @@ class DirectTransfer:
 
     def send(self, step: Step) -> None:
         places = [(span, span.rows if self._wants(span) else None) for span in step.spans]
-        self._assembly.deliver(places, step.states, summarize(step.states, step.input_ids, step.witness))
+        summary = summarize(step.states, step.input_ids, step.witness)
+        self._assembly.deliver(places, Arrived.of(step.states, summary))
         self.sent += 1
 
     @property

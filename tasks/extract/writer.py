@@ -78,14 +78,14 @@ class Writer:
         if sample.gaps:
             error = f"rows {sample.gaps} came from the engine's cache, and are no longer held here"
         receipt = replace(self._receipt(sample, error=error), rows_gone=bool(sample.gaps))
-        self._on_receipt(receipt, sample.digests_TL)
+        self._on_receipt(receipt, sample.facts.digests_NL)
 
     def close(self) -> None:
         self._samples.shutdown(wait=True, cancel_futures=True)
         self._chunks.shutdown(wait=True, cancel_futures=True)
 
     def _write(self, sample: Sample) -> None:
-        self._on_receipt(self._written(sample), sample.digests_TL)
+        self._on_receipt(self._written(sample), sample.facts.digests_NL)
 
     def _written(self, sample: Sample) -> Receipt:
         states_LTH, buffer = sample.states_LTH, sample.buffer
@@ -101,18 +101,18 @@ class Writer:
             sharing = Sharing(sample.shared)
             for files in staged:
                 sharing.linked |= files.chunks
-            spec = {**self._stage_spec, "sharing": sharing}
-            objects = self._stage(sample.directory, sample.key, spec, bits.numpy(), sample.input_ids_T, self._chunks)
+            spec, ids_T = {**self._stage_spec, "sharing": sharing}, sample.facts.input_ids_N
+            objects = self._stage(sample.directory, sample.key, spec, bits.numpy(), ids_T, self._chunks)
             self.seconds["digest"] += digested - began
             self.seconds["stage"] += perf_counter() - digested
             if self._staged is not None:
-                self._staged.learn(sample.prefix, sample.promised, sharing.chunks, sample.digests_TL, arrived_TL)
+                self._staged.learn(sample.prefix, sample.promised, sharing.chunks, sample.facts.digests_NL, arrived_TL)
             changed_TL, unwritten_TL = _changes(sample, states_LTH, arrived_TL)
             return replace(
                 self._receipt(sample, objects=objects),
                 staged_digests=_digests(arrived_TL),
                 last_row=bits[-1, -1].numpy().tobytes(),
-                profile=profile_of(np.sqrt(sample.squares_TL / sample.hidden_size)),
+                profile=profile_of(np.sqrt(sample.facts.squares_NL / sample.hidden_size)),
                 changed_rows=_counts(changed_TL),
                 unwritten_rows=_counts(unwritten_TL),
             )
@@ -158,33 +158,33 @@ class Writer:
     def _receipt(
         self, sample: Sample, *, objects: Mapping[str, tuple[int, int]] | None = None, error: str | None = None
     ) -> Receipt:
-        num_depths = sample.digests_TL.shape[1]
+        num_depths = sample.facts.digests_NL.shape[1]
         shape, dtype = sample.misshapen or ((num_depths, sample.filled, sample.hidden_size), self._dtype)
-        row_squares_TL = sample.squares_TL / sample.hidden_size
+        row_squares_TL = sample.facts.squares_NL / sample.hidden_size
         with np.errstate(invalid="ignore"):  # a model that computes NaN is told by other figures
             rms = tuple(float(x) for x in np.sqrt(row_squares_TL.mean(axis=0)))
             median_rms = tuple(float(x) for x in np.sqrt(np.median(row_squares_TL, axis=0)))
-        bad_TL = sample.nonfinite_TL > 0
+        bad_TL = sample.facts.nonfinite_NL > 0
         # Once a row is NaN or infinite, every deeper state of it is: the stream only ever adds.
         healed_TL = bad_TL & ~np.minimum.accumulate(bad_TL[:, ::-1], axis=1)[:, ::-1]
-        carried_TL = sample.digests_TL[:, 1:] == sample.digests_TL[:, :-1]
+        carried_TL = sample.facts.digests_NL[:, 1:] == sample.facts.digests_NL[:, :-1]
         return Receipt(
             key=sample.key,
             rank=self._rank,
             world_size=self._world_size,
             shape=shape,
             dtype=dtype,
-            ids_digest=digest_ids(sample.input_ids_T),
-            digests=_digests(sample.digests_TL),
+            ids_digest=digest_ids(sample.facts.input_ids_N),
+            digests=_digests(sample.facts.digests_NL),
             rms=rms,
-            nonfinite=_counts(sample.nonfinite_TL),
-            zero_rows=_counts(sample.zero_TL),
+            nonfinite=_counts(sample.facts.nonfinite_NL),
+            zero_rows=_counts(sample.facts.zero_NL),
             objects=objects,
             error=error,
-            unlike_rows=_counts(sample.unlike_TL) if self._witnessed else None,
+            unlike_rows=_counts(sample.facts.unlike_NL) if self._witnessed else None,
             healed_rows=_counts(healed_TL),
             repeated_rows=tuple(
-                digest.repeated_rows(sample.digests_TL[:, d], sample.input_ids_T) for d in range(num_depths)
+                digest.repeated_rows(sample.facts.digests_NL[:, d], sample.facts.input_ids_N) for d in range(num_depths)
             ),
             carried_rows=(0, *_counts(carried_TL)),
             median_rms=median_rms,
@@ -212,7 +212,7 @@ def _changes(
     sample: Sample, states_LTH: torch.Tensor, arrived_TL: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
     """Rows that arrived with other bits than the device had, and those of them that hold poison; bool [T, L]."""
-    changed_TL = arrived_TL != sample.digests_TL
+    changed_TL = arrived_TL != sample.facts.digests_NL
     unwritten_TL = np.zeros_like(changed_TL)
     if changed_TL.any():
         poisoned_LT = torch.isnan(states_LTH[:, :, :POISONED_COLUMNS]).all(dim=2)

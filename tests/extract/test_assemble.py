@@ -60,9 +60,9 @@ def test_pieces_become_the_whole(num_tokens: int, pieces: list[int]) -> None:
     (sample,) = done
     assert sample.states_LTH is not None
     assert torch.equal(sample.states_LTH, whole)
-    assert sample.input_ids_T.tolist() == list(range(num_tokens))
+    assert sample.facts.input_ids_N.tolist() == list(range(num_tokens))
     expected = [sample_digest(row_digests(whole[d]).numpy()) for d in range(L)]
-    assert [sample_digest(sample.digests_TL[:, d]) for d in range(L)] == expected
+    assert [sample_digest(sample.facts.digests_NL[:, d]) for d in range(L)] == expected
 
 
 def test_a_preempted_sample_is_overwritten_from_where_it_starts_again() -> None:
@@ -111,7 +111,7 @@ def test_samples_of_one_batch_stay_apart() -> None:
         "long": (L, 512, H),
         "short": (L, 259, H),
     }
-    assert done[1].input_ids_T[0] == 512
+    assert done[1].facts.input_ids_N[0] == 512
 
 
 def test_a_sample_of_a_step_makes_room_for_the_next() -> None:
@@ -177,7 +177,7 @@ def test_a_rank_that_only_digests_keeps_no_states() -> None:
     to.add("k", 0, Arrived.of((), summarize(tuple(rows), torch.arange(3))), slice(0, 3))
     to.settle()
     assert done[0].states_LTH is None
-    assert np.array_equal(done[0].digests_TL[:, 0], row_digests(rows[0]).numpy())
+    assert np.array_equal(done[0].facts.digests_NL[:, 0], row_digests(rows[0]).numpy())
 
 
 def test_the_summary_counts_what_is_wrong() -> None:

@@ -130,7 +130,7 @@ class Slots:
     num_slots = 2
 
     def __init__(self, asked: AssemblySpec, max_rows: int) -> None:
-        self.slot = Slot(0, torch.zeros(slot_bytes(asked, max_rows), dtype=torch.uint8), asked)
+        self.slot = Slot(0, np.zeros(slot_bytes(asked, max_rows), np.uint8), asked)
         self.told: list[tuple[list[Place], int, int]] = []
         self.free = threading.Semaphore(1)
         self.died = False

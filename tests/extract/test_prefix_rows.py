@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,9 +63,9 @@ class Rank:
             prefixes=self.prefixes,
         )
 
-    def _take(self, num_bytes: int) -> torch.Tensor:
+    def _take(self, num_bytes: int) -> npt.NDArray[np.uint8]:
         self.done_before.append([*self.done])
-        return torch.full((num_bytes // 4,), torch.nan).view(torch.uint8)
+        return np.full(num_bytes, 0xFF, np.uint8)
 
     def _complete(self, sample: Sample) -> None:
         self.done[sample.key] = sample
@@ -91,7 +92,7 @@ class Rank:
         assert not any(rows.failed for rows in sample.promised)
         self.prefixes.staged.learn(sample.prefix, sample.promised, chunks, digests_TL, digests_TL)
 
-    def _count(self, _buffer: torch.Tensor) -> None:
+    def _count(self, _buffer: npt.NDArray[np.uint8]) -> None:
         self.given_back += 1
 
     def expect(self, samples: dict[str, list[int]]) -> None:
@@ -113,10 +114,10 @@ class Rank:
 def check(sample: Sample, ids: list[int]) -> None:
     assert sample.states_LTH is not None
     assert torch.equal(sample.states_LTH, states_of(ids))
-    assert sample.input_ids_T.tolist() == ids
+    assert sample.facts.input_ids_N.tolist() == ids
     expected = [sample_digest(row_digests(rows_TH).numpy()) for rows_TH in states_of(ids)]
-    assert [sample_digest(sample.digests_TL[:, d]) for d in range(L)] == expected
-    assert np.isfinite(sample.squares_TL).all()
+    assert [sample_digest(sample.facts.digests_NL[:, d]) for d in range(L)] == expected
+    assert np.isfinite(sample.facts.squares_NL).all()
 
 
 def test_rows_of_a_prefix_come_from_the_sample_that_computed_them() -> None:
@@ -209,7 +210,7 @@ def test_rows_are_copied_where_the_staged_ones_have_other_bits() -> None:
     rank.expect({"a": a, "b": b})
     rank.step(("a", a, 0, 20))
     chunks = {f"{depth}": SharedChunk("other", 0, CHUNK, 1) for depth in range(L)}
-    digests_TL = rank.done["a"].digests_TL.copy()
+    digests_TL = rank.done["a"].facts.digests_NL.copy()
     digests_TL[3, 1] += 1
     rank.prefixes.staged.learn(prefix_names(a, BLOCK), [], chunks, digests_TL, digests_TL)
     rank.step(("b", b, 16, 17))
@@ -231,7 +232,7 @@ def test_what_is_forgotten_is_not_known_to_be_staged() -> None:
     rank.expect({"a": a, "b": b})
     rank.step(("a", a, 0, 12))
     rank.prefixes.clear()
-    assert rank.prefixes.staged.find(prefix_names(a, BLOCK), 0, 12, rank.done["a"].digests_TL) == []
+    assert rank.prefixes.staged.find(prefix_names(a, BLOCK), 0, 12, rank.done["a"].facts.digests_NL) == []
     rank.step(("b", b, 8, 11))
     assert rank.lost["b"].gaps == [(0, 8)]
 
@@ -302,7 +303,7 @@ def test_a_rank_that_keeps_no_states_reuses_what_it_knows_of_them() -> None:
         rank.step(("a", a, 0, 12))
         rank.step(("b", b, 8, 10))
     assert second.done["b"].states_LTH is None
-    assert np.array_equal(first.done["b"].digests_TL, second.done["b"].digests_TL)
+    assert np.array_equal(first.done["b"].facts.digests_NL, second.done["b"].facts.digests_NL)
     assert first.done["b"].reused == second.done["b"].reused
 
 
@@ -359,7 +360,7 @@ def test_every_sample_is_right_or_not_there(samples: list[list[int]], slots: int
         assert (key in ranks[0].done) == (key in ranks[1].done), "one rank finds what the other does"
         if key in ranks[0].done:
             check(ranks[0].done[key], ids)
-            assert np.array_equal(ranks[0].done[key].digests_TL, ranks[1].done[key].digests_TL)
+            assert np.array_equal(ranks[0].done[key].facts.digests_NL, ranks[1].done[key].facts.digests_NL)
         else:
             left = [rank.lost.get(key) for rank in ranks]
             assert all(sample is not None and sample.gaps for sample in left)
@@ -402,6 +403,6 @@ def test_ranks_find_the_same_in_steps_of_many_samples(
     for key, ids in named.items():
         if key in first.done:
             check(first.done[key], ids)
-            assert np.array_equal(first.done[key].digests_TL, others[0].done[key].digests_TL)
+            assert np.array_equal(first.done[key].facts.digests_NL, others[0].done[key].facts.digests_NL)
         else:
             assert first.lost[key].gaps

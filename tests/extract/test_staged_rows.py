@@ -89,7 +89,7 @@ def test_the_least_recently_used_go_first() -> None:
 
 
 def test_uncovered() -> None:
-    rows = [StagedRows(start, stop, DIGESTS) for start, stop in ((0, 6), (8, 10))]
+    rows = [StagedRows(start, stop, DIGESTS[start:stop].tobytes()) for start, stop in ((0, 6), (8, 10))]
     assert uncovered(rows, 0, 12) == [(6, 8), (10, 12)]
     assert uncovered([], 3, 5) == [(3, 5)]
     assert uncovered(rows[:1], 0, 6) == []

@@ -127,13 +127,14 @@ class FaultyWorker(CpuCaptureWorker):
                 sample.states_LTH[:, 3:5] = torch.nan  # as the buffer was before
             complete(sample)
 
-        def faulty_deliver(places: Any, states: Any, summary: Any) -> None:
+        def faulty_deliver(places: Any, arrived: Any) -> None:
             for span, state_rows in places:
                 fault = self._fault(span.request_id)
                 if state_rows is not None and fault in HOST_FAULTS:
-                    states = tuple(s.clone() for s in states)
-                    HOST_FAULTS[fault](states, state_rows)
-            deliver(places, states, summary)
+                    arrived = arrived._replace(states=tuple(rows_NB.copy() for rows_NB in arrived.states))
+                    states, dtype = map(torch.from_numpy, arrived.states), assembly.assembler.dtype
+                    HOST_FAULTS[fault](tuple(rows_NB.view(dtype) for rows_NB in states), state_rows)
+            deliver(places, arrived)
 
         send = assembly.outbox.receipt
 
