@@ -9,6 +9,7 @@ Two ranks, or a device and a disk, hold the same states exactly when the digests
 """
 
 import hashlib
+import threading
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -18,6 +19,7 @@ import torch
 
 _SEED = 0x1A7E27A9
 _ROWS_AT_ONCE = 128  # bounds the intermediate to what a CPU's cache holds
+_scratch = threading.local()
 
 
 @lru_cache(maxsize=8)
@@ -37,20 +39,29 @@ def row_digests(rows_NH: torch.Tensor) -> torch.Tensor:
     Returns:
         int64 [N], the first hash in the upper half and the second in the lower
     """
-    bits_NH = rows_NH.view(torch.int16)  # [N, 2H] for float32, the lower half of each element first
-    weights_2H = column_weights(bits_NH.shape[1], bits_NH.device)
-    num_rows = bits_NH.shape[0]
-    halves_2N = torch.empty(2, num_rows, dtype=torch.int32)
-    step = min(_ROWS_AT_ONCE, num_rows)
-    # Written over and over: memory fresh from the system costs more than the arithmetic. And few, long calls: each
-    # hands over the interpreter's lock, for which a dozen writer threads would wait longer than they compute.
-    wide = torch.empty(step, bits_NH.shape[1], dtype=torch.int32)
-    for start in range(0, num_rows, step):
-        block = slice(start, min(start + step, num_rows))
+    return torch.from_numpy(bit_digests(rows_NH.view(torch.int16).numpy()))
+
+
+def bit_digests(bits_NW: npt.NDArray[np.int16]) -> npt.NDArray[np.int64]:
+    """The same of rows as their bits, int16 [N, W]: two of each element of float32, the lower half first."""
+    num_rows, columns = bits_NW.shape
+    if getattr(_scratch, "columns", None) != columns:
+        # Written over and over: memory fresh from the system costs more than the arithmetic.
+        with torch.inference_mode(False):  # to be used in either mode
+            _scratch.columns, _scratch.wide = columns, torch.empty(_ROWS_AT_ONCE, columns, dtype=torch.int32)
+            _scratch.halves = torch.empty(2, _ROWS_AT_ONCE, dtype=torch.int32)
+    wide_RW, halves_2R = _scratch.wide.numpy(), _scratch.halves.numpy()
+    turned_WR, weights_2W = _scratch.wide.T, column_weights(columns, torch.device("cpu"))
+    digests_N = np.empty(num_rows, np.int64)
+    # Two calls a turn that give up the interpreter's lock, for which a dozen writer threads would wait longer than they
+    # compute. The last turn digests what is left of the one before, too.
+    for start in range(0, num_rows, _ROWS_AT_ONCE):
+        block = slice(start, min(start + _ROWS_AT_ONCE, num_rows))
         size = block.stop - start
-        wide[:size].copy_(bits_NH[block])
-        torch.mm(weights_2H, wide[:size].T, out=halves_2N[:, block])  # modulo 2^32, as int32 wraps
-    return pack(halves_2N[0], halves_2N[1])
+        np.copyto(wide_RW[:size], bits_NW[block])
+        torch.mm(weights_2W, turned_WR, out=_scratch.halves)  # modulo 2^32, as int32 wraps
+        digests_N[block] = (halves_2R[0, :size].astype(np.int64) << 32) | halves_2R[1, :size].view(np.uint32)
+    return digests_N
 
 
 def pack(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

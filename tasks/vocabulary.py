@@ -12,7 +12,7 @@ Letters in names and shapes: L captured depths, T tokens of one sample, H hidden
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -172,8 +172,10 @@ class Sharing:
 
     tokens: int = 0
     """With which others may begin, too."""
-    linked: dict[str, SharedChunk] = field(default_factory=dict)
-    """Chunks by path that are in the store already. The sample comes without their rows."""
+    elsewhere: Sequence[tuple[int, int]] = ()
+    """Rows [start, stop) of whole chunks that others have staged, or will have. The sample comes without them."""
+    linked: Callable[[], Mapping[str, SharedChunk]] = dict
+    """Gives those chunks by path. Called when all others of the sample are written; may wait."""
     chunks: dict[str, SharedChunk] = field(default_factory=dict)
     """Filled in by the stage: other chunks by path, to which others may link."""
 

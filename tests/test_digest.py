@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.digest import row_digests, sample_digest
+from tasks.digest import bit_digests, column_weights, row_digests, sample_digest
 
 STATES = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
 
@@ -58,3 +58,15 @@ def test_a_row_of_the_opposite_sign_shows(dtype: torch.dtype) -> None:
     states = STATES.to(dtype)
     assert torch.all(row_digests(-states) != row_digests(states))
     assert torch.all(row_digests(-states) >> 32 != row_digests(states) >> 32)
+
+
+@given(st.lists(st.tuples(st.integers(1, 300), st.sampled_from([8, 32]), st.booleans()), min_size=1, max_size=4))
+def test_a_digest_is_two_sums_of_weighted_bits(calls: list[tuple[int, int, bool]]) -> None:
+    """Whatever was digested before in the same thread, in whichever mode."""
+    for num_rows, columns, inference in calls:
+        bits = np.random.default_rng(num_rows).integers(-(2**15), 2**15, (num_rows, columns), np.int16)
+        with torch.inference_mode(inference):
+            found = bit_digests(bits)
+        sums = bits.astype(np.int64) @ column_weights(columns, torch.device("cpu")).numpy().astype(np.int64).T
+        first, second = (sums & 0xFFFFFFFF).astype(np.uint64).T
+        assert np.array_equal(found.view(np.uint64), first << np.uint64(32) | second)

@@ -18,6 +18,7 @@ from math import prod
 from multiprocessing.connection import Connection
 from pathlib import Path
 from socket import socketpair
+from time import process_time
 from typing import Any
 
 import numpy as np
@@ -260,12 +261,12 @@ class _Other:
             "forget_prefixes": self._assembly.forget_prefixes,
             "refuse": self._assembly.refuse,
             "settle": self._assembly.settle,
-            "report": lambda: self._send("report", self._assembly.report() | {"host_bytes": _peak_bytes()}),
+            "report": lambda: self._send("report", self._assembly.report() | _resources()),
         }
         try:
             while (message := self._messages.get())[0] != "close":
                 do[message[0]](*message[1:])
-            self._send("report", self._assembly.close() | {"host_bytes": _peak_bytes()})
+            self._send("report", self._assembly.close() | _resources())
             os._exit(0)
         except BaseException as error:
             self._send("failed", f"the process that writes samples failed: {type(error).__name__}: {error}")
@@ -279,9 +280,11 @@ class _Other:
         self._connection.send(message)
 
 
-def _peak_bytes() -> int:
+def _resources() -> dict[str, float]:
+    """Peak of this process's memory in bytes, and its processor time in seconds, all threads together."""
     with open("/proc/self/status", encoding="ascii") as status:  # noqa: PTH123
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+        peak = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+    return {"host_bytes": peak, "ran": process_time()}
 
 
 def main() -> None:

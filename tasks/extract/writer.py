@@ -5,7 +5,7 @@ waits. A long sample's chunks are encoded side by side, so that the last sample 
 """
 
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +19,9 @@ import torch
 from tasks import digest
 from tasks.extract.assemble import POISONED_COLUMNS, Sample
 from tasks.extract.memory import HostMemory
-from tasks.extract.staged_rows import PromiseBroken, StagedFiles, StagedPrefixes, uncovered
+from tasks.extract.staged_rows import PromiseBroken, StagedPrefixes, uncovered
 from tasks.profile import profile_of
-from tasks.vocabulary import ChunkGone, DType, Receipt, Sharing, StagingFailure, digest_ids
+from tasks.vocabulary import ChunkGone, DType, Receipt, SharedChunk, Sharing, StagingFailure, digest_ids
 
 #: Stage one sample: (directory, key, what the stage needs to know of the store, states [L, T, H] as uint16 bits or
 #: float32, ids [T], threads for its chunks) -> {path: (bytes, crc32c)}
@@ -57,8 +57,8 @@ class Writer:
         self._staged = staged
         """Learns what samples need not bring again."""
         self.memory = HostMemory(limit_bytes)
-        self.seconds = {"digest": 0.0, "stage": 0.0}
-        """From beginning to end of each, added up over samples."""
+        self.seconds = {"digest": 0.0, "stage": 0.0, "waited": 0.0}
+        """From beginning to end of each, added up over samples; staging with the wait for what others stage."""
         self._samples = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="layertap-writer")
         self._chunks = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="layertap-encoder")
 
@@ -88,30 +88,31 @@ class Writer:
         self._on_receipt(self._written(sample), sample.facts.digests_NL)
 
     def _written(self, sample: Sample) -> Receipt:
-        states_LTH, buffer = sample.states_LTH, sample.buffer
-        if states_LTH is None or buffer is None:
+        bytes_LTB, buffer = sample.bytes_LTB, sample.buffer
+        if bytes_LTB is None or buffer is None:
             return self._receipt(sample)
         try:
-            # Of samples that were handed over before this one: none waits for one that waits in the queue behind it.
-            staged = [rows.files() for rows in sample.staged]
             began = perf_counter()
-            arrived_TL = self._digests_on_arrival(sample, staged, states_LTH)
+            arrived_TL = self._digests_on_arrival(sample, bytes_LTB.view(np.int16))
             digested = perf_counter()
-            bits = states_LTH.view(torch.uint16) if states_LTH.dtype == torch.bfloat16 else states_LTH
-            sharing = Sharing(sample.shared)
-            for files in staged:
-                sharing.linked |= files.chunks
+            bits_LTH = bytes_LTB.view(np.uint16 if sample.dtype == torch.bfloat16 else np.float32)
+
+            def linked() -> Mapping[str, SharedChunk]:
+                if self._staged is not None:
+                    digests_TL = sample.facts.digests_NL
+                    self._staged.learn(sample.prefix, sample.promised, sharing.chunks, digests_TL, arrived_TL)
+                return self._linked(sample, arrived_TL)
+
+            sharing = Sharing(sample.shared, [(rows.start, rows.stop) for rows in sample.staged], linked)
             spec, ids_T = {**self._stage_spec, "sharing": sharing}, sample.facts.input_ids_N
-            objects = self._stage(sample.directory, sample.key, spec, bits.numpy(), ids_T, self._chunks)
+            objects = self._stage(sample.directory, sample.key, spec, bits_LTH, ids_T, self._chunks)
             self.seconds["digest"] += digested - began
             self.seconds["stage"] += perf_counter() - digested
-            if self._staged is not None:
-                self._staged.learn(sample.prefix, sample.promised, sharing.chunks, sample.facts.digests_NL, arrived_TL)
-            changed_TL, unwritten_TL = _changes(sample, states_LTH, arrived_TL)
+            changed_TL, unwritten_TL = _changes(sample, arrived_TL)
             return replace(
                 self._receipt(sample, objects=objects),
                 staged_digests=_digests(arrived_TL),
-                last_row=bits[-1, -1].numpy().tobytes(),
+                last_row=bits_LTH[-1, -1].tobytes(),
                 profile=profile_of(np.sqrt(sample.facts.squares_NL / sample.hidden_size)),
                 changed_rows=_counts(changed_TL),
                 unwritten_rows=_counts(unwritten_TL),
@@ -131,14 +132,25 @@ class Writer:
                 rows.settle(None)  # unless it was staged
             self.memory.give_back(buffer, written=True)
 
-    def _digests_on_arrival(
-        self, sample: Sample, staged: Sequence[StagedFiles], states_LTH: torch.Tensor
-    ) -> npt.NDArray[np.int64]:
-        """Digests of each row as it stands in host memory, or stood there when it was staged; int64 [T, L]."""
-        num_depths, num_tokens = states_LTH.shape[:2]
-        arrived_TL = np.empty((num_tokens, num_depths), np.int64)
-        for rows, files in zip(sample.staged, staged, strict=True):
+    def _linked(self, sample: Sample, arrived_TL: npt.NDArray[np.int64]) -> Mapping[str, SharedChunk]:
+        """Chunks by path that others have staged for a sample, with the digests of their rows filled in.
+
+        Waits for samples that were handed over before this one: none waits for one in the queue behind it. What this
+        one stages itself is known by now, so that those with ever longer prefixes do not wait for each other in a row.
+        """
+        began = perf_counter()
+        chunks: dict[str, SharedChunk] = {}
+        for rows in sample.staged:
+            files = rows.files()
             arrived_TL[rows.start : rows.stop] = files.arrived_TL
+            chunks |= files.chunks
+        self.seconds["waited"] += perf_counter() - began
+        return chunks
+
+    def _digests_on_arrival(self, sample: Sample, bits_LTW: npt.NDArray[np.int16]) -> npt.NDArray[np.int64]:
+        """Digests of each row as it stands in host memory, but for those that others stage; int64 [T, L]."""
+        num_depths, num_tokens = bits_LTW.shape[:2]
+        arrived_TL = np.empty((num_tokens, num_depths), np.int64)
         blocks = [
             (start, min(start + _DIGEST_ROWS, stop))
             for first, stop in uncovered(sample.staged, 0, num_tokens)
@@ -148,7 +160,7 @@ class Writer:
         def digest_block(block: tuple[int, int]) -> None:
             start, stop = block
             for depth in range(num_depths):
-                arrived_TL[start:stop, depth] = digest.row_digests(states_LTH[depth, start:stop]).numpy()
+                arrived_TL[start:stop, depth] = digest.bit_digests(bits_LTW[depth, start:stop])
 
         run = self._chunks.map if len(blocks) > 1 else map
         for _ in run(digest_block, blocks):
@@ -208,13 +220,11 @@ def _digests(digests_TL: npt.NDArray[np.int64]) -> tuple[str, ...]:
     return tuple(digest.sample_digest(digests_T) for digests_T in digests_TL.T)
 
 
-def _changes(
-    sample: Sample, states_LTH: torch.Tensor, arrived_TL: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+def _changes(sample: Sample, arrived_TL: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
     """Rows that arrived with other bits than the device had, and those of them that hold poison; bool [T, L]."""
     changed_TL = arrived_TL != sample.facts.digests_NL
     unwritten_TL = np.zeros_like(changed_TL)
-    if changed_TL.any():
+    if changed_TL.any() and (states_LTH := sample.states_LTH) is not None:
         poisoned_LT = torch.isnan(states_LTH[:, :, :POISONED_COLUMNS]).all(dim=2)
         unwritten_TL = changed_TL & poisoned_LT.numpy().T
     return changed_TL, unwritten_TL

@@ -101,8 +101,11 @@ class Links:
             return known
         entry = self._entry(name)
         try:
-            entry.parent.mkdir(parents=True, exist_ok=True)
-            os.link(path, entry)
+            try:
+                os.link(path, entry)
+            except FileNotFoundError:  # the first of its directory
+                entry.parent.mkdir(parents=True, exist_ok=True)
+                os.link(path, entry)
         except FileExistsError:  # another process was faster
             return self._reuse(name, path) or known
         except OSError as error:

@@ -44,8 +44,8 @@ def stage_states(
         key: The sample's key.
         spec: :class:`StateSpec` of the store, or what :meth:`tasks.store.Store.stage_spec` gives, with ``sharing`` what
             the sample has in common with others: whole chunks within it are links to one file.
-        states_LTH: [L, T, H] uint16 with the bits of bfloat16, or float32, as ``spec.dtype`` says; rows of chunks that
-            are ``linked`` may be anything.
+        states_LTH: [L, T, H] uint16 with the bits of bfloat16, or float32, as ``spec.dtype`` says; rows that are
+            ``elsewhere`` may be anything.
         input_ids: [T], the token ids that the states belong to.
         executor: Encodes stretches of a long sample in parallel where given; must not be the caller's own pool.
 
@@ -110,24 +110,32 @@ def stage_states(
         # Plain strings here and below: for small samples, pathlib takes as long as the system calls.
         os.makedirs(f"{directory}/hidden_states", exist_ok=True)  # noqa: PTH103
         write("hidden_states/zarr.json", templates.array("hidden_states", num_tokens))
-        tiles = {tile.path: tile for tile in spec.tiles(num_tokens)}
-        for path, chunk in sharing.linked.items():
-            tile = tiles.pop(path, None)
-            if links is None or tile is None or tile.tokens != slice(chunk.start, chunk.stop):
-                raise ChunkGone(f"{path} is no chunk of tokens [{chunk.start}, {chunk.stop}) that can be linked here")
-            written[path] = links.link(chunk.name, f"{directory}/{path}")
+        own: list[Tile] = []
+        elsewhere: dict[tuple[int, int], list[Tile]] = {bounds: [] for bounds in sharing.elsewhere}
+        for tile in spec.tiles(num_tokens):
+            elsewhere.get((tile.tokens.start, tile.tokens.stop), own).append(tile)
+        for (start, stop), tiles in elsewhere.items():
+            if links is None or not tiles:
+                raise ChunkGone(f"tokens [{start}, {stop}) are no chunk that can be linked here")
         # All depths of some tokens together: to hand a task to a thread takes the interpreter's lock a dozen times, for
         # which as many threads wait.
         stretches: dict[int, list[Tile]] = {}
-        for tile in tiles.values():
+        for tile in own:
             stretches.setdefault(tile.tokens.start, []).append(tile)
         if executor is None or len(stretches) < 2:
-            written.update(write_tiles(tiles.values()))
+            written.update(write_tiles(own))
         else:
             futures = [executor.submit(write_tiles, stretch) for stretch in stretches.values()]
             wait(futures)  # even when one fails: the caller may overwrite the states once this has returned
             for future in futures:
                 written.update(future.result())
+        # Last: those who stage them may not be done yet, and none of them waits for this sample's own chunks so long.
+        linked = sharing.linked()
+        for tile in (tile for tiles in elsewhere.values() for tile in tiles):
+            chunk = linked.get(tile.path)
+            if links is None or chunk is None or tile.tokens != slice(chunk.start, chunk.stop):
+                raise ChunkGone(f"{tile.path} was to be linked to, and was not staged")
+            written[tile.path] = links.link(chunk.name, f"{directory}/{tile.path}")
         if quantizer:
             write_array("scales", "c.0.0", quantizer.scales_LT)
             write_array("quantization_error", "c.0.0", quantizer.error_L2)

@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from tasks.store import open as open_store
 from tasks.store.links import content_name, links_in
 from tasks.store.maintenance import gc, stats, verify
 from tasks.store.stage import stage_states
-from tasks.vocabulary import ChunkGone, Sharing
+from tasks.vocabulary import ChunkGone, SharedChunk, Sharing
 from tests.store.samples import Made, identity
 
 IDENTITY = identity(hidden_size=256)
@@ -125,11 +126,16 @@ def staged(store: Store, sample: Made, sharing: Sharing, rows: Any = None) -> St
     return StagedSample(sample.key, len(sample.input_ids), objects, sample.loss_mask, 7)
 
 
+def linking(chunks: Mapping[str, SharedChunk]) -> Sharing:
+    """What a sample has in common with others, of which these chunks are staged."""
+    return Sharing(2 * C + 100, sorted({(c.start, c.stop) for c in chunks.values()}), lambda: chunks)
+
+
 def without(sample: Made, sharing: Sharing) -> Any:
     """The states of a sample but for those of linked chunks."""
     rows = sample.states.copy()
-    for chunk in sharing.linked.values():
-        rows[:, chunk.start : chunk.stop] = 0x7FC0
+    for start, stop in sharing.elsewhere:
+        rows[:, start:stop] = 0x7FC0
     return rows
 
 
@@ -140,7 +146,7 @@ def test_a_chunk_that_is_there_is_linked_to_without_its_rows(tmp_path: Path) -> 
         of_first = staged(store, first, seen)
         assert {(c.start, c.stop, c.depths) for c in seen.chunks.values()} == {(0, C, 1), (C, 2 * C, 1)}
         assert len(seen.chunks) == 8
-        again = Sharing(2 * C + 100, linked=dict(seen.chunks))
+        again = linking(seen.chunks)
         of_second = staged(store, second, again, without(second, again))
         assert again.chunks == {}, "they are known already"
         assert {p: o for p, o in of_second.objects.items() if p in seen.chunks} == {
@@ -158,23 +164,44 @@ def test_a_sample_is_not_staged_without_rows_that_are_nowhere(tmp_path: Path) ->
         store.commit([staged(store, first, seen)])
         path = "hidden_states/c.0.0.0"
         chunk = seen.chunks[path]
-        elsewhere = {path: chunk._replace(start=C, stop=2 * C), "hidden_states/c.0.9.0": chunk}
-        for p, c in elsewhere.items():
-            with pytest.raises(ChunkGone, match="no chunk of tokens"):
-                staged(store, second, Sharing(2 * C + 100, linked={p: c}))
-        spec = store.stage_spec(links=False) | {"sharing": Sharing(2 * C + 100, linked={path: chunk})}
-        with pytest.raises(ChunkGone, match="no chunk of tokens"):
+        with pytest.raises(ChunkGone, match="no chunk that can be linked"):
+            staged(store, second, linking({path: chunk._replace(start=1)}))
+        spec = store.stage_spec(links=False) | {"sharing": linking(seen.chunks)}
+        with pytest.raises(ChunkGone, match="no chunk that can be linked"):
             stage_states(store.staging(), second.key, spec, second.states, second.input_ids)
+        at_three_depths = {p: c for p, c in seen.chunks.items() if p != path}
+        for lacking in (at_three_depths, at_three_depths | {path: seen.chunks["hidden_states/c.0.1.0"]}):
+            with pytest.raises(ChunkGone, match=r"c\.0\.0\.0 was to be linked to"):
+                staged(store, second, linking(lacking))
         shutil.rmtree(store.stage_spec()["links"])
         with pytest.raises(ChunkGone, match="cannot be linked to"):
-            staged(store, second, Sharing(2 * C + 100, linked={path: chunk}))
+            staged(store, second, linking(seen.chunks))
         # With all its rows it is staged none the less, and what it offers can be linked to again.
         anew = Sharing(2 * C + 100)
         store.commit([staged(store, second, anew)])
-        again = Sharing(2 * C + 100, linked=dict(anew.chunks))
+        again = linking(anew.chunks)
         store.commit([staged(store, third, again, without(third, again))])
         store.record()
     check(tmp_path / "s", [first, second, third])
+
+
+def test_what_others_stage_is_asked_for_when_its_own_chunks_are_there(tmp_path: Path) -> None:
+    """Samples with ever longer prefixes, which come together, would wait for each other in a row else."""
+    first, second = family(count=2)
+    with Store.open(tmp_path / "s", IDENTITY) as store:
+        seen = Sharing(2 * C + 100)
+        store.commit([staged(store, first, seen)])
+        ours = Sharing(2 * C + 100, [(0, C)])
+
+        def linked() -> Mapping[str, SharedChunk]:
+            assert {(c.start, c.stop) for c in ours.chunks.values()} == {(C, 2 * C)}
+            assert all((store.staging() / second.key / path).is_file() for path in ours.chunks)
+            return seen.chunks
+
+        ours.linked = linked
+        store.commit([staged(store, second, ours, without(second, ours))])
+        store.record()
+    check(tmp_path / "s", [first, second])
 
 
 def test_without_links_every_chunk_is_a_file_of_its_own(tmp_path: Path) -> None:
