@@ -54,10 +54,10 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 import zarr
-from numcodecs import blosc
 from zarr.codecs import BloscCodec, Crc32cCodec
 from zarr.storage import MemoryStore
 
+from tasks.store import blosc_frame
 from tasks.vocabulary import Identity
 
 LAYOUT = 1
@@ -65,7 +65,6 @@ PRIVATE = ".layertap"
 RECORD = "zarr.json"
 """Name of a group's metadata file; a sample's is its completion record."""
 
-_BLOCK_BYTES = 1 << 20
 _TABLE_BYTES = 128 * 1024
 CRC_BYTES = 4
 _KEY = re.compile(r"[0-9a-f]{64}")
@@ -171,9 +170,9 @@ class StateSpec:
         return float("nan") if self.dtype == "float32" else 0x7FC0
 
     @property
-    def blosc_shuffle(self) -> int:
-        """blosc's number of the filter; shuffling single bytes changes nothing."""
-        return int(blosc.NOSHUFFLE if self.is_fp8 else blosc.SHUFFLE)
+    def is_shuffled(self) -> bool:
+        """Whether the bytes of elements are sorted by their place; with single bytes that changes nothing."""
+        return not self.is_fp8
 
     @cached_property
     def chunk_tokens(self) -> int:
@@ -219,7 +218,7 @@ class StateSpec:
 
     def encode(self, tile: npt.NDArray[Any]) -> tuple[bytes, bytes, int]:
         """Encode one chunk: the payload, its four checksum bytes, and the crc32c of both. The GIL is free meanwhile."""
-        payload: bytes = blosc.compress(tile, b"zstd", 1, self.blosc_shuffle, _BLOCK_BYTES, self.stored_dtype.itemsize)
+        payload = blosc_frame.compress(tile, shuffle=self.is_shuffled)
         crc = google_crc32c.value(payload)
         checksum: bytes = crc.to_bytes(CRC_BYTES, "little")
         return payload, checksum, google_crc32c.extend(crc, checksum)
@@ -271,8 +270,8 @@ def create_arrays(group: zarr.Group, spec: StateSpec, num_tokens: int, chunk_sha
                 typesize=spec.stored_dtype.itemsize,
                 cname="zstd",
                 clevel=1,
-                shuffle="noshuffle" if spec.is_fp8 else "shuffle",
-                blocksize=_BLOCK_BYTES,
+                shuffle="shuffle" if spec.is_shuffled else "noshuffle",
+                blocksize=blosc_frame.BLOCK_BYTES,
             ),
             Crc32cCodec(),
         ],

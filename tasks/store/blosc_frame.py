@@ -1,0 +1,77 @@
+"""Chunks as blosc frames, which any reader of Zarr decodes, with zstd set to what hidden states are like.
+
+Of a state's bytes some are noise, and those with sign and exponent are all but independent of each other: short
+repetitions are chance. To look for them costs time and, since each is written down, room. blosc can be given no more of
+zstd than a level, and each of those looks for repetitions of a few bytes. Here the method of the first level looks for
+seven, and remembers few places: that is three times as fast, a hundredth smaller, and quicker to decode. Padding and
+equal rows near each other are still found.
+
+The format is blosc's, version 1 (``README_CHUNK_FORMAT.rst`` of c-blosc).
+"""
+
+import struct
+import threading
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+BLOCK_BYTES = 1 << 20
+_HEADER = struct.Struct("<BBBBiii")
+_VERSION, _ZSTD_VERSION = 2, 1
+_SHUFFLED, _NOT_COMPRESSED, _BLOCKS_ARE_WHOLE, _ZSTD = 0x01, 0x02, 0x10, 4 << 5
+_PARAMETERS = zstandard.ZstdCompressionParameters(
+    strategy=zstandard.STRATEGY_FAST,
+    window_log=20,
+    hash_log=8,
+    chain_log=6,  # not used by this strategy, nor is the next
+    search_log=1,
+    min_match=7,
+    target_length=0,
+)
+_thread = threading.local()
+
+
+def compress(values: npt.NDArray[Any], *, shuffle: bool) -> bytes:
+    """A frame of an array's elements. The GIL is free for most of the time.
+
+    Args:
+        values: contiguous; of 1, 2, 4 or 8 bytes each.
+        shuffle: whether the first bytes of all elements of a block come first, then the second ones, and so on.
+    """
+    item = values.itemsize
+    words = values.reshape(-1).view(f"u{item}")
+    if not hasattr(_thread, "zstd"):
+        _thread.zstd = zstandard.ZstdCompressor(compression_params=_PARAMETERS)
+        _thread.planes, _thread.shifted = np.empty(BLOCK_BYTES, np.uint8), np.empty(BLOCK_BYTES, np.uint8)
+    step = BLOCK_BYTES // item
+    blocks = [_block(words[i : i + step], shuffle and item > 1) for i in range(0, len(words), step)]
+    flags = _ZSTD | _BLOCKS_ARE_WHOLE | (_SHUFFLED if shuffle else 0)
+    at = _HEADER.size + 4 * len(blocks)
+    size = at + sum(4 + len(block) for block in blocks)
+    header = (_VERSION, _ZSTD_VERSION), (item, words.nbytes, min(BLOCK_BYTES, words.nbytes))
+    if size >= _HEADER.size + words.nbytes:
+        plain = words.tobytes()
+        return _HEADER.pack(*header[0], flags | _NOT_COMPRESSED, *header[1], _HEADER.size + len(plain)) + plain
+    starts, parts = [], []
+    for block in blocks:
+        starts.append(at)
+        parts += [struct.pack("<i", len(block)), block]
+        at += 4 + len(block)
+    return b"".join(
+        [_HEADER.pack(*header[0], flags, *header[1], size), struct.pack(f"<{len(starts)}i", *starts), *parts]
+    )
+
+
+def _block(words: npt.NDArray[Any], shuffle: bool) -> bytes:
+    """What stands in the frame for a block: zstd's own frame, or its bytes as they are where that is no shorter."""
+    data = words.view(np.uint8)
+    if shuffle:
+        data = _thread.planes[: words.nbytes]
+        shifted = _thread.shifted[: words.nbytes].view(words.dtype)
+        for plane, lowest in zip(data.reshape(words.itemsize, -1), range(0, 8 * words.itemsize, 8), strict=True):
+            # Twice as fast as to copy every second byte.
+            np.copyto(plane, np.right_shift(words, lowest, out=shifted) if lowest else words, casting="unsafe")
+    compressed: bytes = _thread.zstd.compress(data)
+    return compressed if len(compressed) < len(data) else data.tobytes()
