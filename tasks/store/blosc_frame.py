@@ -11,6 +11,7 @@ The format is blosc's, version 1 (``README_CHUNK_FORMAT.rst`` of c-blosc).
 
 import struct
 import threading
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ def compress(values: npt.NDArray[Any], *, shuffle: bool) -> bytes:
     """A frame of an array's elements. The GIL is free for most of the time.
 
     Args:
-        values: contiguous; of 1, 2, 4 or 8 bytes each.
+        values: contiguous, at least one; of 1, 2, 4 or 8 bytes each.
         shuffle: whether the first bytes of all elements of a block come first, then the second ones, and so on.
     """
     item = values.itemsize
@@ -45,23 +46,21 @@ def compress(values: npt.NDArray[Any], *, shuffle: bool) -> bytes:
     if not hasattr(_thread, "zstd"):
         _thread.zstd = zstandard.ZstdCompressor(compression_params=_PARAMETERS)
         _thread.planes, _thread.shifted = np.empty(BLOCK_BYTES, np.uint8), np.empty(BLOCK_BYTES, np.uint8)
+
+    def header(flags: int, size: int) -> bytes:
+        sizes = words.nbytes, min(BLOCK_BYTES, words.nbytes), size
+        return _HEADER.pack(_VERSION, _ZSTD_VERSION, flags | (_SHUFFLED if shuffle else 0), item, *sizes)
+
     step = BLOCK_BYTES // item
     blocks = [_block(words[i : i + step], shuffle and item > 1) for i in range(0, len(words), step)]
-    flags = _ZSTD | _BLOCKS_ARE_WHOLE | (_SHUFFLED if shuffle else 0)
-    at = _HEADER.size + 4 * len(blocks)
-    size = at + sum(4 + len(block) for block in blocks)
-    header = (_VERSION, _ZSTD_VERSION), (item, words.nbytes, min(BLOCK_BYTES, words.nbytes))
-    if size >= _HEADER.size + words.nbytes:
-        plain = words.tobytes()
-        return _HEADER.pack(*header[0], flags | _NOT_COMPRESSED, *header[1], _HEADER.size + len(plain)) + plain
-    starts, parts = [], []
+    start = _HEADER.size + 4 * len(blocks)
+    first, *ends = accumulate((4 + len(block) for block in blocks), initial=start)
+    if ends[-1] >= _HEADER.size + words.nbytes:
+        return header(_ZSTD | _BLOCKS_ARE_WHOLE | _NOT_COMPRESSED, _HEADER.size + words.nbytes) + words.tobytes()
+    parts = [header(_ZSTD | _BLOCKS_ARE_WHOLE, ends[-1]), struct.pack(f"<{len(blocks)}i", first, *ends[:-1])]
     for block in blocks:
-        starts.append(at)
         parts += [struct.pack("<i", len(block)), block]
-        at += 4 + len(block)
-    return b"".join(
-        [_HEADER.pack(*header[0], flags, *header[1], size), struct.pack(f"<{len(starts)}i", *starts), *parts]
-    )
+    return b"".join(parts)
 
 
 def _block(words: npt.NDArray[Any], shuffle: bool) -> bytes:

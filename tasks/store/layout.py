@@ -20,9 +20,10 @@ L captured depths (ascending), T tokens of the sample, H hidden size. All is Zar
   a depth is padded with the fill value, which compresses to next to nothing. C is near 256 and the same for all
   samples of a store (:func:`chunk_tokens`), so long samples with equal prefixes have equal chunks. In a local store
   these are hard links to one file (:mod:`tasks.store.links`); an object store has no such thing, and holds copies.
-* Codecs: ``blosc(zstd, level 1, byte shuffle, 1 MiB blocks)`` then ``crc32c``. zstd gives every 128 KiB a code table
-  of its own, so C is chosen for a chunk's plane of exponent bytes (C x H of them) to fill whole tables: 1.45 instead
-  of 1.41 on real states with H = 576. With blosc's default block size it would be 1.28.
+* Codecs: ``blosc(zstd, level 1, byte shuffle, 1 MiB blocks)`` then ``crc32c``; what is written has better settings of
+  zstd than that level's (:mod:`tasks.store.blosc_frame`). zstd gives every 128 KiB a code table of its own, so C is
+  chosen for a chunk's plane of exponent bytes (C x H of them) to fill whole tables: at level 1, 1.45 instead of 1.41
+  on real states with H = 576. With blosc's default block size it would be 1.28.
 * Fill values are sentinels that no valid sample holds: NaN for states, -1 for ids and mask. A reader that ignores
   a missing chunk shows them; our own reader raises.
 * bfloat16 is no Zarr data type that readers agree on, so its bits are stored as uint16 with the attribute
@@ -111,7 +112,7 @@ def seal(content: bytes) -> bytes:
 def chunk_tokens(hidden_size: int) -> int:
     """Tokens of a chunk of the grid: near 256, with a byte plane just under a multiple of 128 KiB; at most 512.
 
-    At least two tables, since zstd's first level searches less well in blocks of up to 256 KiB.
+    At least two tables, since zstd's first level, which was used once, does less well in blocks of up to 256 KiB.
     """
     tables = max(2, round(256 * hidden_size / _TABLE_BYTES))
     return min(512, tables * _TABLE_BYTES // hidden_size)

@@ -59,6 +59,10 @@ def test_noise_is_kept_as_it_is() -> None:
     frame = compress(noise, shuffle=True)
     assert len(frame) == 16 + noise.nbytes
     assert blosc.decompress(frame) == noise.tobytes()
+    noise[BLOCK_BYTES // 2 :] = 7  # but for one block
+    frame = compress(noise, shuffle=True)
+    assert BLOCK_BYTES < len(frame) < BLOCK_BYTES + 1000
+    assert blosc.decompress(frame) == noise.tobytes()
 
 
 def test_threads_do_not_share_anything() -> None:
