@@ -37,7 +37,7 @@ def test_metadata_is_byte_for_byte_what_stock_zarr_writes(dtype: str, num_tokens
 
 @pytest.mark.parametrize("num_tokens", [5, 512, 1027])
 def test_files_are_what_stock_zarr_writes(store: Store, num_tokens: int) -> None:
-    """Byte for byte, but for chunks of states: the frame around them is the same, and zstd's own frames decode alike."""
+    """Byte for byte, but for chunks of states: the frame around them is the same, and they decode alike."""
     sample = make(store.identity, num_tokens)
     fill(store, [sample])
     files: dict[str, Any] = {}
