@@ -34,8 +34,8 @@ _PARAMETERS = zstandard.ZstdCompressionParameters(
 _thread = threading.local()
 
 
-def compress(values: npt.NDArray[Any], *, shuffle: bool) -> bytes:
-    """A frame of an array's elements. The GIL is free for most of the time.
+def compress(values: npt.NDArray[Any], *, shuffle: bool) -> list[bytes]:
+    """A frame of an array's elements, in parts, since the GIL would be held while they are joined.
 
     Args:
         values: contiguous, at least one; of 1, 2, 4 or 8 bytes each.
@@ -56,11 +56,12 @@ def compress(values: npt.NDArray[Any], *, shuffle: bool) -> bytes:
     start = _HEADER.size + 4 * len(blocks)
     first, *ends = accumulate((4 + len(block) for block in blocks), initial=start)
     if ends[-1] >= _HEADER.size + words.nbytes:
-        return header(_ZSTD | _BLOCKS_ARE_WHOLE | _NOT_COMPRESSED, _HEADER.size + words.nbytes) + words.tobytes()
+        plain = words.tobytes()
+        return [header(_ZSTD | _BLOCKS_ARE_WHOLE | _NOT_COMPRESSED, _HEADER.size + len(plain)), plain]
     parts = [header(_ZSTD | _BLOCKS_ARE_WHOLE, ends[-1]), struct.pack(f"<{len(blocks)}i", first, *ends[:-1])]
     for block in blocks:
         parts += [struct.pack("<i", len(block)), block]
-    return b"".join(parts)
+    return parts
 
 
 def _block(words: npt.NDArray[Any], shuffle: bool) -> bytes:

@@ -217,12 +217,14 @@ class StateSpec:
         """The part of :meth:`files` that exists before the commit: all but the loss mask and the record."""
         return self.files(num_tokens)[: -len(_MASK_PATHS) - 1]
 
-    def encode(self, tile: npt.NDArray[Any]) -> tuple[bytes, bytes, int]:
-        """Encode one chunk: the payload, its four checksum bytes, and the crc32c of both. The GIL is free meanwhile."""
-        payload = blosc_frame.compress(tile, shuffle=self.is_shuffled)
-        crc = google_crc32c.value(payload)
+    def encode(self, tile: npt.NDArray[Any]) -> tuple[list[bytes], int]:
+        """Encode one chunk: its file in parts, of which the last is a checksum of the others, and the crc32c of all."""
+        parts = blosc_frame.compress(tile, shuffle=self.is_shuffled)
+        crc = 0
+        for part in parts:
+            crc = google_crc32c.extend(crc, part)
         checksum: bytes = crc.to_bytes(CRC_BYTES, "little")
-        return payload, checksum, google_crc32c.extend(crc, checksum)
+        return [*parts, checksum], google_crc32c.extend(crc, checksum)
 
     def templates(self, num_tokens: int) -> "Templates":
         """Metadata documents of a sample with this many tokens."""

@@ -25,6 +25,7 @@ STAGE = "tasks.store.stage:stage_states"
 # The commit brings all files of many samples to the disk at once. The disk is told to begin with larger ones when
 # they are written, so that the page cache does not fill up with states and the commit has little to wait for.
 _BEGIN_BYTES = 1 << 20
+_MOST_PARTS = 1024  # of one system call
 
 
 def stage_states(
@@ -91,8 +92,8 @@ def stage_states(
         path = f"{directory}/{tile.path}"
 
         def encode() -> tuple[int, int]:
-            payload, checksum, crc = spec.encode(_pad(rows_ltH, spec, num_tokens))
-            return write_file(path, payload, checksum, crc=crc)
+            parts, crc = spec.encode(_pad(rows_ltH, spec, num_tokens))
+            return write_file(path, *parts, crc=crc)
 
         whole = spec.is_long(num_tokens) and rows_ltH.shape == spec.chunk_shape(num_tokens)
         if not (links and whole and tile.tokens.stop <= sharing.tokens):
@@ -167,10 +168,13 @@ def write_file(path: str, *parts: bytes, crc: int | None = None) -> tuple[int, i
         os.unlink(path)  # noqa: PTH108
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        for part in parts:
-            view = memoryview(part)
-            while view:
-                view = view[os.write(descriptor, view) :]
+        left = [memoryview(part) for part in parts]
+        while left:
+            written = os.writev(descriptor, left[:_MOST_PARTS])
+            while left and written >= len(left[0]):
+                written -= len(left.pop(0))
+            if written:
+                left[0] = left[0][written:]
         if size >= _BEGIN_BYTES and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # on Linux, starts writing back
     finally:

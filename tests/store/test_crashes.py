@@ -70,6 +70,7 @@ def kill_at(number: int, functions: list[tuple[Any, str]], patch: pytest.MonkeyP
 STEPS = {
     "local": [
         (os, "write"),
+        (os, "writev"),
         (Path, "write_bytes"),
         (Path, "rename"),
         (Path, "replace"),
@@ -119,7 +120,7 @@ def test_a_disk_that_fills_up_at_any_write(tmp_path: Path, monkeypatch: pytest.M
     def full(*_: Any, **__: Any) -> Any:
         raise OSError(28, os.strerror(28))
 
-    for owner, name in ((os, "write"), (Path, "write_bytes"), (Path, "mkdir"), (local.LocalBackend, "_barrier")):
+    for owner, name in ((os, "writev"), (Path, "write_bytes"), (Path, "mkdir"), (local.LocalBackend, "_barrier")):
         original = getattr(owner, name)
         for number in range(0, 60, 3):
             url = str(tmp_path / f"{name}-{number}")

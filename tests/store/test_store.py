@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import google_crc32c
 import numpy as np
 import pytest
 
@@ -25,7 +26,7 @@ from tasks.store import (
     StoreError,
 )
 from tasks.store.layout import sample_path
-from tasks.store.stage import stage_states
+from tasks.store.stage import stage_states, write_file
 from tests.store.samples import Made, fill, identity, make, stage
 
 
@@ -331,21 +332,29 @@ def test_a_disk_that_refuses_is_named_and_loses_nothing(
 ) -> None:
     samples = [make(store.identity, n) for n in (5, 6)]
     fill(store, samples[:1])
-    write, calls = os.write, 0
+    write, calls = os.writev, 0
 
-    def refuse(descriptor: int, data: bytes) -> int:
+    def refuse(descriptor: int, parts: list[bytes]) -> int:
         nonlocal calls
         calls += 1
         if calls == 2:
             raise OSError(code, os.strerror(code))
-        return write(descriptor, data)
+        return write(descriptor, parts)
 
     with monkeypatch.context() as patch:
-        patch.setattr("tasks.store.stage.os.write", refuse)
+        patch.setattr("tasks.store.stage.os.writev", refuse)
         with pytest.raises(StorageFailure, match=r"cannot write .*: (the disk|permission|the file system)"):
             stage(store, samples[1])
     assert store.missing(planned(samples)) == [samples[1].key]
     assert store.commit([stage(store, samples[1])]) == [samples[1].key]
+
+
+def test_a_write_that_ends_early_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for most in (1, 3, 100):
+        monkeypatch.setattr(os, "writev", lambda to, parts, most=most: os.write(to, b"".join(parts)[:most]))
+        size, crc = write_file(str(tmp_path / "file"), b"", b"abcdefgh", b"", b"ij")
+        assert (tmp_path / "file").read_bytes() == b"abcdefghij"
+        assert (size, crc) == (10, google_crc32c.value(b"abcdefghij"))
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])

@@ -152,7 +152,7 @@ def trials(states: Bits) -> None:
         trial(name, chunk, encode, decode, True)
 
     def store_encode(s: Bits) -> object:
-        return tuple(blosc_frame.compress(plane, shuffle=True) for plane in s)
+        return tuple(b"".join(blosc_frame.compress(plane, shuffle=True)) for plane in s)
 
     def store_decode(e: object) -> object:
         return b"".join(blosc.decompress(plane) for plane in e)  # type: ignore[attr-defined]

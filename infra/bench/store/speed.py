@@ -50,7 +50,7 @@ def write(place: Path, rounds: int, threads: int) -> None:
             return bytes(blosc.compress(chunk, b"zstd", 1, blosc.SHUFFLE, 1 << 20, 2))
 
         def own(chunk: Any) -> bytes:
-            return blosc_frame.compress(chunk, shuffle=True)
+            return b"".join(blosc_frame.compress(chunk, shuffle=True))
 
         def bare(codec: Callable[[Any], bytes]) -> None:
             for _ in pool.map(lambda i: sum(map(len, encode(i, codec))), range(CHUNKS * SAMPLES)):
