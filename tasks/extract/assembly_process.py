@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tasks.extract import row_facts
 from tasks.extract.assemble import Arrived, RowSummary
 from tasks.extract.assembly import Assembly, AssemblySpec, Place, Wanted
 from tasks.extract.row_facts import RowFacts
@@ -66,17 +67,9 @@ class Slot:
 
     def _arrays(self, num_rows: int, kept_rows: int) -> Iterator[npt.NDArray[Any]]:
         depths = self.spec.num_depths
-        fields: list[tuple[type[np.generic], tuple[int, ...]]] = [
-            (np.uint8, (depths, kept_rows, self.spec.row_bytes)),
-            (np.int64, (num_rows, depths)),
-            (np.float64, (num_rows, depths)),
-            (np.int32, (num_rows, depths)),
-            (np.bool_, (num_rows, depths)),
-            (np.bool_, (num_rows, depths)),
-            (np.int32, (num_rows,)),
-        ]
+        states = np.uint8, (depths, kept_rows, self.spec.row_bytes)
         start = 0
-        for dtype, shape in fields:
+        for dtype, shape in (states, *row_facts.layout(num_rows, depths)):
             stop = start + np.dtype(dtype).itemsize * prod(shape)
             yield self.memory[start:stop].view(dtype).reshape(shape)
             start = -(-stop // _ALIGNMENT) * _ALIGNMENT
@@ -84,9 +77,8 @@ class Slot:
 
 def slot_bytes(spec: AssemblySpec, max_rows: int) -> int:
     """Size of a slot for steps of so many rows; a rank that keeps no states needs room for summaries only."""
-    states = spec.row_bytes if spec.keeps_any else 0
-    summary = 8 + 8 + 4 + 1 + 1
-    size = max_rows * (spec.num_depths * (states + summary) + 4) + 7 * _ALIGNMENT
+    states = spec.num_depths * spec.row_bytes if spec.keeps_any else 0
+    size = max_rows * (states + RowFacts.row_bytes(spec.num_depths)) + 7 * _ALIGNMENT
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 

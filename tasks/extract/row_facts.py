@@ -3,12 +3,34 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-_NAN_BYTE = _MINUS_ONE_BYTE = 0xFF  # all bits set
+_UNKNOWN = 0xFF  # all bits set: NaN, or -1
+
+
+class _Field(NamedTuple):
+    dtype: type[np.generic]
+    by_depth: bool = True
+    at_first: int = 0
+    """What every byte is of a row that nothing was said of."""
+
+
+_FIELDS = (
+    _Field(np.int64),
+    _Field(np.float64, at_first=_UNKNOWN),
+    _Field(np.int32),
+    _Field(np.bool_),
+    _Field(np.bool_),
+    _Field(np.int32, by_depth=False, at_first=_UNKNOWN),
+)
+
+
+def layout(num_rows: int, num_depths: int) -> list[tuple[type[np.generic], tuple[int, ...]]]:
+    """Element type and shape of each of the facts, in their order."""
+    return [(each.dtype, (num_rows, num_depths) if each.by_depth else (num_rows,)) for each in _FIELDS]
 
 
 @dataclass(frozen=True)
@@ -39,33 +61,18 @@ class RowFacts:
     @classmethod
     def empty(cls, num_rows: int, num_depths: int) -> "RowFacts":
         """Room for rows, with arbitrary content; memory is taken up only as it is filled."""
-        shape = (num_rows, num_depths)
-        return cls(
-            np.empty(shape, np.int64),
-            np.empty(shape, np.float64),
-            np.empty(shape, np.int32),
-            np.empty(shape, np.bool_),
-            np.empty(shape, np.bool_),
-            np.empty(num_rows, np.int32),
-        )
+        return cls(*(np.empty(shape, dtype) for dtype, shape in layout(num_rows, num_depths)))
 
     @classmethod
     def unknown(cls, num_rows: int, num_depths: int) -> "RowFacts":
         """Rows of which nothing was said yet: their squares are NaN and their token ids -1."""
-        shape = (num_rows, num_depths)
-        return cls(
-            _filled(shape, np.int64, 0),
-            _filled(shape, np.float64, _NAN_BYTE),
-            _filled(shape, np.int32, 0),
-            _filled(shape, np.bool_, 0),
-            _filled(shape, np.bool_, 0),
-            _filled((num_rows,), np.int32, _MINUS_ONE_BYTE),
-        )
+        each = zip(layout(num_rows, num_depths), _FIELDS, strict=True)
+        return cls(*(_filled(shape, dtype, fact.at_first) for (dtype, shape), fact in each))
 
     @staticmethod
     def row_bytes(num_depths: int) -> int:
         """Of one row."""
-        return sum(array.nbytes for array in RowFacts.empty(1, num_depths)._arrays())
+        return sum(np.dtype(dtype).itemsize * prod(shape) for dtype, shape in layout(1, num_depths))
 
     def put(self, at: int, rows: "RowFacts", start: int, stop: int) -> None:
         """Put rows [start, stop) of another in place of those from ``at`` on."""

@@ -170,33 +170,34 @@ class Writer:
     def _receipt(
         self, sample: Sample, *, objects: Mapping[str, tuple[int, int]] | None = None, error: str | None = None
     ) -> Receipt:
-        num_depths = sample.facts.digests_NL.shape[1]
+        facts = sample.facts
+        num_depths = facts.digests_NL.shape[1]
         shape, dtype = sample.misshapen or ((num_depths, sample.filled, sample.hidden_size), self._dtype)
-        row_squares_TL = sample.facts.squares_NL / sample.hidden_size
+        row_squares_TL = facts.squares_NL / sample.hidden_size
         with np.errstate(invalid="ignore"):  # a model that computes NaN is told by other figures
             rms = tuple(float(x) for x in np.sqrt(row_squares_TL.mean(axis=0)))
             median_rms = tuple(float(x) for x in np.sqrt(np.median(row_squares_TL, axis=0)))
-        bad_TL = sample.facts.nonfinite_NL > 0
+        bad_TL = facts.nonfinite_NL > 0
         # Once a row is NaN or infinite, every deeper state of it is: the stream only ever adds.
         healed_TL = bad_TL & ~np.minimum.accumulate(bad_TL[:, ::-1], axis=1)[:, ::-1]
-        carried_TL = sample.facts.digests_NL[:, 1:] == sample.facts.digests_NL[:, :-1]
+        carried_TL = facts.digests_NL[:, 1:] == facts.digests_NL[:, :-1]
         return Receipt(
             key=sample.key,
             rank=self._rank,
             world_size=self._world_size,
             shape=shape,
             dtype=dtype,
-            ids_digest=digest_ids(sample.facts.input_ids_N),
-            digests=_digests(sample.facts.digests_NL),
+            ids_digest=digest_ids(facts.input_ids_N),
+            digests=_digests(facts.digests_NL),
             rms=rms,
-            nonfinite=_counts(sample.facts.nonfinite_NL),
-            zero_rows=_counts(sample.facts.zero_NL),
+            nonfinite=_counts(facts.nonfinite_NL),
+            zero_rows=_counts(facts.zero_NL),
             objects=objects,
             error=error,
-            unlike_rows=_counts(sample.facts.unlike_NL) if self._witnessed else None,
+            unlike_rows=_counts(facts.unlike_NL) if self._witnessed else None,
             healed_rows=_counts(healed_TL),
             repeated_rows=tuple(
-                digest.repeated_rows(sample.facts.digests_NL[:, d], sample.facts.input_ids_N) for d in range(num_depths)
+                digest.repeated_rows(facts.digests_NL[:, d], facts.input_ids_N) for d in range(num_depths)
             ),
             carried_rows=(0, *_counts(carried_TL)),
             median_rms=median_rms,
