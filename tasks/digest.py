@@ -88,6 +88,9 @@ def repeated_rows(digests_T: npt.NDArray[np.int64], input_ids_T: npt.NDArray[np.
 
     Equal tokens may give equal rows: the embedding does, and so does a run of one token from the beginning.
     """
+    ascending = np.sort(digests_T)
+    if not (ascending[1:] == ascending[:-1]).any():
+        return 0
     order = np.lexsort((input_ids_T, digests_T))
     digests, ids = digests_T[order], input_ids_T[order]
     return int(((digests[1:] == digests[:-1]) & (ids[1:] != ids[:-1])).sum())

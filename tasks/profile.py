@@ -15,10 +15,10 @@ def profile_of(rms_TL: npt.NDArray[np.float64]) -> Profile:
     """Profile of a sample with these root mean squares of its rows."""
     num_tokens = rms_TL.shape[0]
     positions = np.unique(np.linspace(0, num_tokens - 1, min(num_tokens, POSITIONS)).astype(int))
-    peaks = []
-    for rms_T in rms_TL.T:
-        largest = np.argsort(rms_T)[::-1][:PEAKS]
-        limit = PEAK_FACTOR * np.median(rms_T)
+    limits = PEAK_FACTOR * np.median(rms_TL, axis=0)
+    peaks: list[tuple[tuple[int, float], ...]] = []
+    for rms_T, limit in zip(rms_TL.T, limits, strict=True):
+        largest = np.argsort(rms_T)[::-1][:PEAKS] if rms_T.max() > limit else ()
         peaks.append(tuple((int(t), float(rms_T[t])) for t in largest if rms_T[t] > limit))
     return Profile(
         positions=tuple(int(t) for t in positions),

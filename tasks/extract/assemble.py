@@ -308,8 +308,8 @@ class Assembler:
         copies = []
         whole: list[Sample] = []
         for sample in sorted(self._unsettled.values(), key=lambda sample: bool(sample.gaps)):
-            rows_B, copies_of_it = self._fill(sample)
-            filled += rows_B
+            rows, copies_of_it = self._fill(sample)
+            filled += rows
             copies += copies_of_it
             if sample.complete and not sample.gaps:
                 whole.append(sample)
@@ -326,7 +326,7 @@ class Assembler:
         Returns:
             Its rows that are to be written, and the copies that do so; to be made before anything else is held.
         """
-        rows_B: list[npt.NDArray[np.uint8]] = []
+        rows: list[npt.NDArray[np.uint8]] = []
         copies: list[Copy] = []
         missing = []
         for first, last in sample.gaps:
@@ -340,13 +340,13 @@ class Assembler:
                 copies += found.copies
                 if sample.bytes_LTB is not None and sample.keeps:
                     for start, stop in uncovered(found.staged, first, last):
-                        rows_B.extend(sample.bytes_LTB[:, start:stop])
+                        rows.append(sample.bytes_LTB[:, start:stop])
         sample.gaps = missing
-        return rows_B, copies
+        return rows, copies
 
-    def _write(self, rows_B: Sequence[npt.NDArray[np.uint8]], copies: Sequence[Copy]) -> None:
-        """Poison rows of samples, and copy what belongs there."""
-        self.copies.mark(rows_B, POISONED_COLUMNS * self.dtype.itemsize, _NAN_BYTE)
+    def _write(self, rows: Sequence[npt.NDArray[np.uint8]], copies: Sequence[Copy]) -> None:
+        """Poison rows of samples, each [L, N, B] or [N, B], and copy what belongs there."""
+        self.copies.mark(rows, POISONED_COLUMNS * self.dtype.itemsize, _NAN_BYTE)
         self.copies.run(copies)
 
     def _promise(self, sample: Sample) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 4 << 20
 _HEADER = struct.Struct("<BBBBiii")
 _VERSION, _ZSTD_VERSION = 2, 1
 _SHUFFLED, _NOT_COMPRESSED, _BLOCKS_ARE_WHOLE, _ZSTD = 0x01, 0x02, 0x10, 4 << 5
@@ -45,7 +45,7 @@ def compress(values: npt.NDArray[Any], *, shuffle: bool) -> list[bytes]:
     words = values.reshape(-1).view(f"u{item}")
     if not hasattr(_thread, "zstd"):
         _thread.zstd = zstandard.ZstdCompressor(compression_params=_PARAMETERS)
-        _thread.planes, _thread.shifted = np.empty(BLOCK_BYTES, np.uint8), np.empty(BLOCK_BYTES, np.uint8)
+        _thread.planes = np.empty(BLOCK_BYTES, np.uint8)
 
     def header(flags: int, size: int) -> bytes:
         sizes = words.nbytes, min(BLOCK_BYTES, words.nbytes), size
@@ -69,9 +69,8 @@ def _block(words: npt.NDArray[Any], shuffle: bool) -> bytes:
     data = words.view(np.uint8)
     if shuffle:
         data = _thread.planes[: words.nbytes]
-        shifted = _thread.shifted[: words.nbytes].view(words.dtype)
         for plane, lowest in zip(data.reshape(words.itemsize, -1), range(0, 8 * words.itemsize, 8), strict=True):
-            # Twice as fast as to copy every second byte.
-            np.copyto(plane, np.right_shift(words, lowest, out=shifted) if lowest else words, casting="unsafe")
+            # Four times as fast as to copy every second byte.
+            np.right_shift(words, lowest, out=plane, casting="unsafe")
     compressed: bytes = _thread.zstd.compress(data)
     return compressed if len(compressed) < len(data) else data.tobytes()
