@@ -5,14 +5,15 @@
         --store /dev/shm                        # on GPUs
 
 The conversations are BFCL's, tool schemas in the prompt, in SmolLM2's tokens. Extraction with reuse and without runs in
-one engine, in turn, in another order each time; it is all of it, to the last durable sample. vLLM's own method then
-runs in an engine of its own. Each begins with an empty prefix cache. Made-up weights (``--model none``: Kimi-shaped)
-may give states that the verification refuses; such samples are staged and not committed, and bytes are counted in
-either place. Prints one JSON object.
+one engine, in turn, in another order each time; it is all of it, to the last durable sample. vLLM's own method has an
+engine of its own: on a CPU it takes turns with them, on GPUs, whose memory is for one engine, it comes after. Each
+begins with an empty prefix cache. Made-up weights (``--model none``: Kimi-shaped) may give states that the verification
+refuses; such samples are staged and not committed, and bytes are counted in either place. Prints one JSON object.
 """
 
 import argparse
 import json
+import multiprocessing as mp
 import os
 import platform
 import shutil
@@ -20,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from itertools import islice
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +177,7 @@ def main() -> None:
         load_format="dummy" if args.model == "none" else "auto",
         in_process=not on_gpu and args.size == 1,
         staging_gib=args.staging_gib or (24 if on_gpu else 1),
-        writer_threads=args.writer_threads or (24 if on_gpu else 2),
+        writer_threads=args.writer_threads or (20 if on_gpu else 2),
         writing_ranks=args.writing_ranks,
         reuse_prefixes="on",
         reuse_gib=args.reuse_gib,
@@ -198,32 +200,45 @@ def main() -> None:
     }
     print(json.dumps(result), flush=True)
     root = Path(tempfile.mkdtemp(prefix="layertap-prefixes-", dir=args.store))
+    native = None if args.skip_native else Native((checkpoint, layers.depths, dtype, engine, root / "native"), in_order)
     try:
         with Store.open(root / "form", identity, run="bench") as form:
             running = BenchEngine(EngineSpec(checkpoint, layers.depths, dtype, engine, STAGE, form.stage_spec(), True))
         running.start()
+        if native and not on_gpu:
+            native.start()
         try:
             _warm_up(running, root, checkpoint)
             extractor = PrefixExtractor(running, args.size, args.chunk_tokens)
             few = dict(islice(samples.items(), len(samples) // 8))
             Ways(running, extractor, identity, root).turn(few)  # buffers are filled for the first time
             ways = Ways(running, extractor, identity, root)
-            for _ in range(args.rounds):
+            for turn in range(args.rounds):
+                if native and not on_gpu and turn % 2:
+                    native.turn()
                 ways.turn(samples)
+                if native and not on_gpu and not turn % 2:
+                    native.turn()
             result |= {"runner": running.ranks[0]["model_runner"], "device": running.ranks[0]["device"]}
             result |= ways.result()
             if unshared:
+                Ways(running, extractor, identity, root).turn(dict(islice(unshared.items(), 1 + len(unshared) // 8)))
                 apart = Ways(running, extractor, identity, root)
                 for _ in range(args.rounds):
                     apart.turn(unshared)
                 result["unshared"] = apart.result()
         finally:
             running.shutdown()
-        if not args.skip_native:
-            native = _native(checkpoint, layers, dtype, engine, root / "native", in_order, args.rounds)
-            result["native_tokens_per_s"] = [round(rate, 1) for rate in native]
-            result["on_to_native"] = _ratio(ways.rates["on"], native)
+        if native and on_gpu:
+            native.start()
+            for _ in range(args.rounds):
+                native.turn()
+        if native:
+            result["native_tokens_per_s"] = [round(rate, 1) for rate in native.rates]
+            result["on_to_native"] = _ratio(ways.rates["on"], native.rates)
     finally:
+        if native:
+            native.stop()
         shutil.rmtree(root)
     print("RESULT " + json.dumps(result), flush=True)
 
@@ -315,32 +330,51 @@ def _warm_up(engine: BenchEngine, root: Path, checkpoint: Checkpoint) -> None:
     shutil.rmtree(directory)
 
 
-def _native(
-    checkpoint: Checkpoint,
-    layers: Layers,
-    dtype: DType,
-    engine: Engine,
-    directory: Path,
-    samples: Samples,
-    rounds: int,
-) -> list[float]:
-    """Tokens/s of vLLM's own method, given the samples in the order that suits its prefix cache, too."""
-    running = NativeEngine(checkpoint, layers.depths, dtype, engine, directory, prefix_caching=True)
-    rates = []
-    try:
-        batch = warm_up_prompts(checkpoint)
-        running.run({f"warm-up-{i}": ids for i, ids in enumerate(batch)})
-        for turn in range(rounds):
-            running.reset()
-            seconds = running.run({f"{key}-{turn}": ids for key, ids in samples.items()})
-            rates.append(sum(map(len, samples.values())) / seconds)
-            print(f"native {rates[-1]:,.1f} tokens/s", flush=True)
-            shutil.rmtree(directory)
-            directory.mkdir()
-    finally:
-        running.shutdown()
-        shutil.rmtree(directory, ignore_errors=True)
-    return rates
+class Native:
+    """vLLM's own method in a process of its own, given the samples in the order that suits its prefix cache, too."""
+
+    def __init__(self, arguments: tuple[Any, ...], samples: Samples) -> None:
+        """``arguments``: of :class:`NativeEngine`."""
+        self.rates: list[float] = []
+        """Tokens/s, by turn."""
+        self._tokens = sum(map(len, samples.values()))
+        self._connection, self._theirs = mp.Pipe()
+        process = mp.get_context("spawn").Process
+        self._process = process(target=_serve_native, args=(self._theirs, arguments, samples))
+
+    def start(self) -> None:
+        """Returns once it is warm."""
+        self._process.start()
+        self._theirs.close()  # so that its end shows
+        self._connection.recv()
+
+    def turn(self) -> None:
+        """Extract all samples, beginning with an empty prefix cache."""
+        self._connection.send(len(self.rates))
+        seconds, spent = self._connection.recv()
+        self.rates.append(self._tokens / seconds)
+        print(f"native: {self.rates[-1]:,.1f} tokens/s, {spent:.1f} s of processor time", flush=True)
+
+    def stop(self) -> None:
+        """End the engine, if it was started."""
+        if self._process.is_alive():
+            self._connection.send(None)
+            self._process.join()
+
+
+def _serve_native(connection: "Connection[Any, Any]", arguments: tuple[Any, ...], samples: Samples) -> None:
+    running = NativeEngine(*arguments, prefix_caching=True)
+    checkpoint, *_, directory = arguments
+    running.run({f"warm-up-{i}": ids for i, ids in enumerate(warm_up_prompts(checkpoint))})
+    connection.send(None)
+    while (turn := connection.recv()) is not None:
+        running.reset()
+        spent = time.process_time()
+        seconds = running.run({f"{key}-{turn}": ids for key, ids in samples.items()})
+        connection.send((seconds, time.process_time() - spent))
+        shutil.rmtree(directory)
+        directory.mkdir()
+    running.shutdown()
 
 
 if __name__ == "__main__":
