@@ -83,3 +83,32 @@ def test_a_sample_keeps_its_promises_before_it_waits_for_those_of_others() -> No
     assert (of_b.key, of_b.error, set(of_b.objects or ())) == ("b", None, {"0", str(C)})
     assert of_b.changed_rows == (C, C), "what arrived of the rows that others staged is part of its verification"
     writer.close()
+
+
+def threads_of_torch(*_: Any) -> Mapping[str, tuple[int, int]]:
+    """Stages nothing; says with how many threads torch would compute here."""
+    return {str(torch.get_num_threads()): (1, 1)}
+
+
+def test_torch_computes_alone_in_a_writers_threads_and_nowhere_else() -> None:
+    """Its helpers would be more than there are CPUs, and the engine's would sleep between any two products."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)  # whatever this machine has
+    try:
+        receipts: SimpleQueue[Receipt] = SimpleQueue()
+        writer = Writer(
+            rank=0,
+            world_size=1,
+            dtype="float32",
+            stage=f"{__name__}:threads_of_torch",
+            stage_spec={},
+            threads=1,
+            limit_bytes=1 << 20,
+            on_receipt=lambda receipt, _: receipts.put(receipt),
+        )
+        writer.submit(sample("a", C, [], []))
+        assert receipts.get(timeout=10).objects == {"1": (1, 1)}
+        writer.close()
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
