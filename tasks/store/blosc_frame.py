@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
+#: Most chunks are one block then: each costs a thread three turns of the interpreter's lock, which dozens may wait for.
 BLOCK_BYTES = 4 << 20
 _HEADER = struct.Struct("<BBBBiii")
 _VERSION, _ZSTD_VERSION = 2, 1

@@ -20,7 +20,7 @@ L captured depths (ascending), T tokens of the sample, H hidden size. All is Zar
   a depth is padded with the fill value, which compresses to next to nothing. C is near 256 and the same for all
   samples of a store (:func:`chunk_tokens`), so long samples with equal prefixes have equal chunks. In a local store
   these are hard links to one file (:mod:`tasks.store.links`); an object store has no such thing, and holds copies.
-* Codecs: ``blosc(zstd, level 1, byte shuffle, 1 MiB blocks)`` then ``crc32c``; what is written has better settings of
+* Codecs: ``blosc(zstd, level 1, byte shuffle, 4 MiB blocks)`` then ``crc32c``; what is written has better settings of
   zstd than that level's (:mod:`tasks.store.blosc_frame`). zstd gives every 128 KiB a code table of its own, so C is
   chosen for a chunk's plane of exponent bytes (C x H of them) to fill whole tables: at level 1, 1.45 instead of 1.41
   on real states with H = 576. With blosc's default block size it would be 1.28.
