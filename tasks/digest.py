@@ -88,7 +88,7 @@ def repeated_rows(digests_T: npt.NDArray[np.int64], input_ids_T: npt.NDArray[np.
 
     Equal tokens may give equal rows: the embedding does, and so does a run of one token from the beginning.
     """
-    ascending = np.sort(digests_T)
+    ascending = np.sort(digests_T)  # of all rows but those of embeddings, no two are alike
     if not (ascending[1:] == ascending[:-1]).any():
         return 0
     order = np.lexsort((input_ids_T, digests_T))

@@ -1,6 +1,6 @@
 """What a writer does with samples that count on each other."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from pathlib import Path
 from queue import SimpleQueue
@@ -57,21 +57,27 @@ def sample(key: str, num_tokens: int, staged: list[StagedRows], promised: list[S
     )
 
 
-def test_a_sample_keeps_its_promises_before_it_waits_for_those_of_others() -> None:
-    """Else samples with ever longer prefixes, of which each counts on the one before, are staged one by one."""
-    prefixes = StagedPrefixes(C, limit=10)
-    receipts: SimpleQueue[Receipt] = SimpleQueue()
-    writer = Writer(
+def writer_of(
+    stage: Callable[..., Any], receipts: "SimpleQueue[Receipt]", staged: StagedPrefixes | None = None
+) -> Writer:
+    return Writer(
         rank=0,
         world_size=1,
         dtype="float32",
-        stage=f"{__name__}:stage",
+        stage=f"{__name__}:{stage.__name__}",
         stage_spec={},
         threads=2,
         limit_bytes=1 << 20,
         on_receipt=lambda receipt, _: receipts.put(receipt),
-        staged=prefixes,
+        staged=staged,
     )
+
+
+def test_a_sample_keeps_its_promises_before_it_waits_for_those_of_others() -> None:
+    """Else samples with ever longer prefixes, of which each counts on the one before, are staged one by one."""
+    prefixes = StagedPrefixes(C, limit=10)
+    receipts: SimpleQueue[Receipt] = SimpleQueue()
+    writer = writer_of(stage, receipts, prefixes)
     digests = np.zeros((C, L), np.int64)
     first, second = (StagedRows(start, start + C, digests.tobytes()) for start in (0, C))
     writer.submit(sample("b", 2 * C, [first], [second]))
@@ -96,16 +102,7 @@ def test_torch_computes_alone_in_a_writers_threads_and_nowhere_else() -> None:
     torch.set_num_threads(2)  # whatever this machine has
     try:
         receipts: SimpleQueue[Receipt] = SimpleQueue()
-        writer = Writer(
-            rank=0,
-            world_size=1,
-            dtype="float32",
-            stage=f"{__name__}:threads_of_torch",
-            stage_spec={},
-            threads=1,
-            limit_bytes=1 << 20,
-            on_receipt=lambda receipt, _: receipts.put(receipt),
-        )
+        writer = writer_of(threads_of_torch, receipts)
         writer.submit(sample("a", C, [], []))
         assert receipts.get(timeout=10).objects == {"1": (1, 1)}
         writer.close()
