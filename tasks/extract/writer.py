@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from threadpoolctl import threadpool_limits
 
 from tasks import digest
 from tasks.extract.assemble import POISONED_COLUMNS, Sample
@@ -60,8 +59,8 @@ class Writer:
         self.memory = HostMemory(limit_bytes)
         self.seconds = {"digest": 0.0, "stage": 0.0, "waited": 0.0}
         """From beginning to end of each, added up over samples; staging with the wait for what others stage."""
-        self._samples = ThreadPoolExecutor(threads, "layertap-writer", _compute_alone)
-        self._chunks = ThreadPoolExecutor(threads, "layertap-encoder", _compute_alone)
+        self._samples = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="layertap-writer")
+        self._chunks = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="layertap-encoder")
 
     def submit(self, sample: Sample) -> None:
         """Take a complete sample; staged only where this rank keeps the states."""
@@ -205,16 +204,6 @@ class Writer:
             median_rms=median_rms,
             reused=_sources(sample),
         )
-
-
-def _compute_alone() -> None:
-    """Let torch compute in the calling thread only, when it is asked from there; other threads keep theirs.
-
-    Each thread of a writer would get helpers of its own else. Once there are more than CPUs, OpenMP lets no helper
-    wait for work awake, and on a CPU each of the engine's thousands of matrix products then has to wake its own.
-    """
-    torch.get_num_threads()  # the first call sets the number
-    threadpool_limits(1, user_api="openmp")
 
 
 def _sources(sample: Sample) -> tuple[tuple[str, int], ...]:

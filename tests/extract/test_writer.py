@@ -1,6 +1,6 @@
 """What a writer does with samples that count on each other."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Executor
 from pathlib import Path
 from queue import SimpleQueue
@@ -57,27 +57,21 @@ def sample(key: str, num_tokens: int, staged: list[StagedRows], promised: list[S
     )
 
 
-def writer_of(
-    stage: Callable[..., Any], receipts: "SimpleQueue[Receipt]", staged: StagedPrefixes | None = None
-) -> Writer:
-    return Writer(
-        rank=0,
-        world_size=1,
-        dtype="float32",
-        stage=f"{__name__}:{stage.__name__}",
-        stage_spec={},
-        threads=2,
-        limit_bytes=1 << 20,
-        on_receipt=lambda receipt, _: receipts.put(receipt),
-        staged=staged,
-    )
-
-
 def test_a_sample_keeps_its_promises_before_it_waits_for_those_of_others() -> None:
     """Else samples with ever longer prefixes, of which each counts on the one before, are staged one by one."""
     prefixes = StagedPrefixes(C, limit=10)
     receipts: SimpleQueue[Receipt] = SimpleQueue()
-    writer = writer_of(stage, receipts, prefixes)
+    writer = Writer(
+        rank=0,
+        world_size=1,
+        dtype="float32",
+        stage=f"{__name__}:stage",
+        stage_spec={},
+        threads=2,
+        limit_bytes=1 << 20,
+        on_receipt=lambda receipt, _: receipts.put(receipt),
+        staged=prefixes,
+    )
     digests = np.zeros((C, L), np.int64)
     first, second = (StagedRows(start, start + C, digests.tobytes()) for start in (0, C))
     writer.submit(sample("b", 2 * C, [first], [second]))
@@ -89,23 +83,3 @@ def test_a_sample_keeps_its_promises_before_it_waits_for_those_of_others() -> No
     assert (of_b.key, of_b.error, set(of_b.objects or ())) == ("b", None, {"0", str(C)})
     assert of_b.changed_rows == (C, C), "what arrived of the rows that others staged is part of its verification"
     writer.close()
-
-
-def threads_of_torch(*_: Any) -> Mapping[str, tuple[int, int]]:
-    """Stages nothing; says with how many threads torch would compute here."""
-    return {str(torch.get_num_threads()): (1, 1)}
-
-
-def test_torch_computes_alone_in_a_writers_threads_and_nowhere_else() -> None:
-    """Its helpers would be more than there are CPUs, and the engine's would sleep between any two products."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)  # whatever this machine has
-    try:
-        receipts: SimpleQueue[Receipt] = SimpleQueue()
-        writer = writer_of(threads_of_torch, receipts)
-        writer.submit(sample("a", C, [], []))
-        assert receipts.get(timeout=10).objects == {"1": (1, 1)}
-        writer.close()
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(threads)

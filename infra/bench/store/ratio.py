@@ -157,7 +157,7 @@ def trials(states: Bits) -> None:
     def store_decode(e: object) -> object:
         return b"".join(blosc.decompress(plane) for plane in e)  # type: ignore[attr-defined]
 
-    trial("blosc(zstd from 7 bytes on, shuffle, 1 MiB): the store's", chunk, store_encode, store_decode, True)
+    trial("blosc(zstd from 7 bytes on, shuffle, 4 MiB): the store's", chunk, store_encode, store_decode, True)
     blosc_trial("blosc(zstd 1, shuffle, 1 MiB)", b"zstd", 1, blosc.SHUFFLE, mib)
     blosc_trial("blosc(zstd 1, shuffle, 256 KiB)", b"zstd", 1, blosc.SHUFFLE, mib // 4)
     blosc_trial("blosc(zstd 1, shuffle, default block)", b"zstd", 1, blosc.SHUFFLE, 0)
