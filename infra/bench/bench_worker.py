@@ -52,6 +52,14 @@ class Pausing(CaptureMixin):
         SPENT["s"] = 0.0
         return spent
 
+    def bench_forget_prefixes(self) -> None:
+        """Let go of rows held for other samples.
+
+        Without torch: where the engine is in this process, the calling thread would get helpers of its own, there would
+        be more of them than cores, and OpenMP would let none of the engine's wait for work awake.
+        """
+        self._assembly.forget_prefixes()
+
     def bench_host(self) -> dict[str, int]:
         """Host memory that this rank holds now, in bytes; memory that its two processes share is in both."""
         pid = getattr(self._assembly, "pid", None)

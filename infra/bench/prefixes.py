@@ -266,7 +266,7 @@ class Ways:
         extractor, path = self.extractor, self.root / way
         # Nothing that one way has left in the KV cache, in host memory or on the disk is there for the next.
         assert self.running.vllm_engine.reset_prefix_cache()
-        self.running.rpc("layertap_suspect", [])
+        self.running.rpc("bench_forget_prefixes")
         shutil.rmtree(self.running.spec.stage_spec["links"], ignore_errors=True)
         extractor.reused, extractor.refused = 0, []
         before = self.running.recomputed
