@@ -7,7 +7,8 @@
 The conversations are BFCL's, tool schemas in the prompt, in SmolLM2's tokens. Extraction with reuse and without runs in
 one engine, in turn, in another order each time; it is all of it, to the last durable sample. vLLM's own method has an
 engine of its own: on a CPU it takes turns with them, on GPUs, whose memory is for one engine, it comes after. Each
-begins with an empty prefix cache. Made-up weights (``--model none``: Kimi-shaped) may give states that the verification
+begins with an empty prefix cache, of KV blocks as each has them (on a CPU, 32 tokens here and 128 in vLLM), or of one size
+with ``--kv-block``. Made-up weights (``--model none``: Kimi-shaped) may give states that the verification
 refuses; such samples are staged and not committed, and bytes are counted in either place. Prints one JSON object.
 """
 
@@ -144,7 +145,7 @@ def main() -> None:
     parser.add_argument("--batched-tokens", type=int)
     parser.add_argument("--max-model-len", type=int, default=32768)
     parser.add_argument("--chunk-tokens", type=int, default=65536)
-    parser.add_argument("--kv-block", type=int, help="tokens of a KV block; vLLM's own by default, 32 on a CPU")
+    parser.add_argument("--kv-block", type=int, help="tokens of a KV block in both engines; each has its own by default")
     parser.add_argument("--kv-gib", type=float)
     parser.add_argument("--memory", type=float, default=0.85, help="share of the GPU's memory")
     parser.add_argument("--reuse-gib", type=float, default=8)
@@ -166,7 +167,6 @@ def main() -> None:
     dtype: DType = args.dtype or ("bfloat16" if on_gpu else "float32")
     longest = args.longest or args.max_model_len - 2
     max_model_len = min(args.max_model_len, longest + 2, checkpoint.max_position_embeddings or args.max_model_len)
-    block = args.kv_block or (None if on_gpu else 32)
     engine = Engine(
         tensor_parallel_size=args.size,
         max_model_len=max_model_len,
@@ -181,7 +181,7 @@ def main() -> None:
         writing_ranks=args.writing_ranks,
         reuse_prefixes="on",
         reuse_gib=args.reuse_gib,
-        extra={"block_size": block} if block else {},
+        extra={"block_size": args.kv_block} if args.kv_block else {},
     )
     worker = "infra.bench.bench_worker." + ("Gpu" if on_gpu else "Cpu")
     engine_module.WORKERS.update(cpu=worker, gpu=worker)

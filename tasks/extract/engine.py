@@ -44,7 +44,8 @@ from tasks.report.log import logger
 from tasks.verify.diagnose import Expected, explain
 from tasks.vocabulary import DType, Receipt, RowEvidence, digest_ids
 
-POLL_SECONDS = 0.02  # how often receipts that are still being written are asked for
+POLL_SECONDS = 0.004  # how often receipts that are still being written are asked for
+CPU_REUSE_BLOCK = 32  # tokens; a prefix is reused in whole KV blocks, and vLLM makes them 128 on a CPU unless told
 SETTLE_SECONDS = 5.0  # after so long a busy engine is asked what became of samples without a receipt
 ADMIT_STEPS = 4  # samples for this many engine steps are kept waiting inside the engine
 GO_ON_TOKENS = 16  # of the probe
@@ -343,9 +344,12 @@ class CaptureEngine:
             arguments["distributed_executor_backend"] = "mp" if engine.tensor_parallel_size > 1 else "uni"
             # vLLM's rotary kernel for CPUs misreads the queries of MLA models; the PyTorch form is right.
             arguments.setdefault("compilation_config", {"custom_ops": ["all", "-rotary_embedding"]})
-            if spec.checkpoint.architecture in DEEPSEEK and "attention_config" not in engine.extra:
+            deepseek = spec.checkpoint.architecture in DEEPSEEK
+            if deepseek and "attention_config" not in engine.extra:
                 # Where a CPU has AMX, vLLM would choose kernels that know bfloat16 only.
                 arguments.setdefault("attention_backend", "CPU_MLA")
+            if spec.reuse and not deepseek:
+                arguments.setdefault("block_size", CPU_REUSE_BLOCK)
 
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine

@@ -24,7 +24,7 @@ STAGE = "tasks.store.stage:stage_states"
 
 # The commit brings all files of many samples to the disk at once. The disk is told to begin with larger ones when
 # they are written, so that the page cache does not fill up with states and the commit has little to wait for.
-_BEGIN_BYTES = 1 << 20
+_BEGIN_BYTES = 1 << 18
 _MOST_PARTS = 1024  # of one system call
 
 
