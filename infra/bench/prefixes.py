@@ -7,9 +7,10 @@
 The conversations are BFCL's, tool schemas in the prompt, in SmolLM2's tokens. Extraction with reuse and without runs in
 one engine, in turn, in another order each time; it is all of it, to the last durable sample. vLLM's own method has an
 engine of its own: on a CPU it takes turns with them, on GPUs, whose memory is for one engine, it comes after. Each
-begins with an empty prefix cache, of KV blocks as each has them (on a CPU, 32 tokens here and 128 in vLLM), or of one size
-with ``--kv-block``. Made-up weights (``--model none``: Kimi-shaped) may give states that the verification
-refuses; such samples are staged and not committed, and bytes are counted in either place. Prints one JSON object.
+begins with an empty prefix cache. On a CPU a KV block has 32 tokens in extraction and 128 in vLLM's own method, unless
+``--kv-block`` says how many it has in both. Made-up weights (``--model none``: Kimi-shaped) may give states that the
+verification refuses; such samples are staged and not committed, and bytes are counted in either place. Prints one JSON
+object.
 """
 
 import argparse
@@ -145,7 +146,7 @@ def main() -> None:
     parser.add_argument("--batched-tokens", type=int)
     parser.add_argument("--max-model-len", type=int, default=32768)
     parser.add_argument("--chunk-tokens", type=int, default=65536)
-    parser.add_argument("--kv-block", type=int, help="tokens of a KV block in both engines; each has its own by default")
+    parser.add_argument("--kv-block", type=int, help="tokens of a KV block, in both engines")
     parser.add_argument("--kv-gib", type=float)
     parser.add_argument("--memory", type=float, default=0.85, help="share of the GPU's memory")
     parser.add_argument("--reuse-gib", type=float, default=8)

@@ -78,7 +78,8 @@ class Engine(BaseModel):
     reuse_prefixes: ReusePrefixes = Field(
         default="auto",
         description="Whether the rows of a prefix that several samples begin with are computed and stored once. "
-        "`auto`: if a tenth of all tokens or more can be saved.",
+        "`auto`: if a tenth of all tokens or more can be saved. On a CPU, KV blocks are then of 32 tokens, unless "
+        "`extra` gives a `block_size`.",
     )
     reuse_gib: Annotated[float, Field(gt=0)] = Field(
         default=4.0,

@@ -190,6 +190,16 @@ def test_the_summary_counts_what_is_wrong() -> None:
     assert summary.squares_NL[0].tolist() == [H, H]
 
 
+def test_what_is_too_small_or_too_large_to_be_squared_is_neither_zero_nor_infinite() -> None:
+    rows = torch.ones(3, 3, H)
+    rows[0, 1] = torch.finfo(torch.float32).tiny
+    rows[1, 1] = torch.finfo(torch.float32).max
+    rows[2, 1, 1:] = 0
+    summary = summarize(tuple(rows), torch.arange(3))
+    assert not summary.zero_NL.any()
+    assert not summary.nonfinite_NL.any()
+
+
 def test_requests_that_were_not_announced_are_ignored() -> None:
     done: list[Sample] = []
     feed(assembler(done), "_warmup_0", 0, states(2, 1), range(2))

@@ -137,7 +137,7 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         writing_ranks="all",
         reuse_prefixes="on",
         reuse_gib=0.0008 if size == 1 else 0.25,
-        extra={"block_size": KV_BLOCK} | (tight if size == 1 else {}),
+        extra=tight if size == 1 else {},
     )
     identity = checkpoint.identity(Layers(ids=DEPTHS, convention="input"), "float32")
     directory = tmp_path_factory.mktemp("stores")
@@ -229,6 +229,10 @@ def test_a_thousand_samples_are_what_they_are_without_reuse(running: Running) ->
         errors[key] = far(reused_LTH, computed_LTH)
     assert errors.keys() == samples.keys()
     assert max(errors.values()) < TOLERANCE
+
+
+def test_a_prefix_is_reused_in_smaller_blocks_than_vllm_has_on_a_cpu(running: Running) -> None:
+    assert running.engine.ranks[0]["kv_block"] == KV_BLOCK < 128
 
 
 def test_a_suspect_neither_reads_nor_leaves_anything_behind(running: Running) -> None:
